@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from phalanx.errors import PeerLost as PeerLost
     from phalanx.errors import PhalanxError as PhalanxError
     from phalanx.errors import UsageError as UsageError
-    from phalanx.launcher.launch import launch as launch
     from phalanx.launcher.init import Session as Session
     from phalanx.launcher.init import init as init
+    from phalanx.launcher.launch import launch as launch
     from phalanx.observe.recorder import report as report
 
 _MODULES = {

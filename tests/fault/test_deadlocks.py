@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout
-from phalanx.observe.rank_ranges import parse_rank_ranges
+from phalanx.observe.recorder_reader import parse_rank_ranges
 from phalanx.topology.layout import format_rank_ranges
 from tests.ranks import RankServer
 

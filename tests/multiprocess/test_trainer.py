@@ -18,8 +18,8 @@ from torch.utils.data import TensorDataset
 
 from phalanx.errors import UsageError
 from phalanx.observe import recorder
-from phalanx.observe.own_wait_time import measure_wait_share
 from phalanx.observe.recorder_reader import read_recorder
+from phalanx.observe.wait_time import measure_wait_share
 from phalanx.parallel import SharedDataParallel
 from phalanx.train import Trainer
 from tests.ranks import RankServer

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.observe.call_log_reader import Call, Worker
 from phalanx.observe.diagnosis import diagnose
 from phalanx.observe.explain import as_json, as_text
-from phalanx.observe.model import Job
+from phalanx.observe.model import Call, Job, Worker
 from tests.made_up import JobBuilder
 
 

@@ -7,12 +7,18 @@ from typing import get_args
 
 import pytest
 
-from phalanx.observe.diagnosis import Diagnosis, Kind, Side, WaitForGraph, diagnose
+from phalanx.observe.diagnosis import (
+    Diagnosis,
+    Kind,
+    Side,
+    WaitForGraph,
+    diagnose,
+    suggest_fixes,
+    write_sentences,
+)
 from phalanx.observe.diagnosis.exit_reasons import parse_phalanx_error
 from phalanx.observe.exception_hook import format_exception
 from phalanx.observe.explain import as_text
-from phalanx.observe.explain.advice import suggest_fixes
-from phalanx.observe.explain.sentences import write_sentences
 from phalanx.observe.model import Job
 from tests.fault_injection.matrix import agreement_errors
 from tests.made_up import JobBuilder

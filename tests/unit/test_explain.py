@@ -15,14 +15,14 @@ from rich.console import Console
 
 from phalanx.observe import job_reader
 from phalanx.observe.diagnosis import Kind
-from phalanx.observe.explain import as_json, as_text, explain
-from phalanx.observe.explain.formatting import (
+from phalanx.observe.diagnosis.formatting import (
     collapse_numbers,
     format_duration,
     format_ranks,
     format_time,
     join_texts,
 )
+from phalanx.observe.explain import as_json, as_text, explain
 from phalanx.observe.model import Job
 from tests.made_up import SECOND, JobBuilder
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from phalanx import env
-from phalanx.observe.files import UnusableFileError
 from phalanx.observe.job_directory import (
     JobDirectory,
+    UnusableFileError,
     describe_job,
     list_job_names,
     make_job_name,

@@ -11,8 +11,8 @@ import pytest
 
 from phalanx.observe import job_lookup, job_reader
 from phalanx.observe.job_directory import JobDirectory, get_pid_scope
+from phalanx.observe.job_reader import read_process_stat
 from phalanx.observe.model import Job
-from phalanx.observe.process_stat import read_process_stat
 from tests.made_jobs import JobFixture, start_live_rank, write_recorder
 
 

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from phalanx.observe import job_reader
+from phalanx.observe.diagnosis.formatting import describe_other_jobs
 from phalanx.observe.explain import as_json, as_text
-from phalanx.observe.explain.formatting import describe_other_jobs
 from phalanx.observe.job_directory import JobDirectory, describe_job, make_job_name
 from phalanx.observe.watch import as_json as watch_as_json
 from phalanx.observe.watch import build_view, render

@@ -18,7 +18,6 @@ from phalanx import _native
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "phalanx"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-MAX_LINES = 450
 
 # Absolute paths of a particular machine.
 FORBIDDEN = re.compile(r"(?<![\w.])/(?:work|root|home|tmp/w)/")
@@ -126,16 +125,6 @@ def test_the_stub_matches_the_native_module() -> None:
     stub = public_names(ast.parse((PACKAGE / "_native.pyi").read_text()))
     native = {name for name in dir(_native) if not name.startswith("_")}
     assert stub == native
-
-
-def test_sources_are_short() -> None:
-    lines = {
-        str(path.relative_to(ROOT)): len(path.read_text().splitlines())
-        for path in tracked_files()
-        if path.suffix in {".py", ".pyi", ".cpp", ".h", ".inc"}
-    }
-    assert lines
-    assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}
 
 
 def test_no_paths_of_a_particular_machine() -> None:

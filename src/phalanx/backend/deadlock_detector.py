@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from phalanx.backend import peer_state
 from phalanx.backend.call_site import short_site
 from phalanx.observe.escape import escape
-from phalanx.observe.rank_ranges import parse_rank_ranges
+from phalanx.observe.recorder_reader import parse_rank_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -1,15 +1,15 @@
 """Records of the activity of ranks: always written, read on demand.
 
-Every rank keeps a flight recorder: a file in its job's directory (`job_directory`, based on
-`files`) to which the native core writes each operation. The file outlives all processes of the job.
-`recorder` creates it and, with `exception_hook`, adds data that the core does not have: training
-progress and how the process ends. A launcher writes its log with `launcher_log_writer`. The backend
-and the launchers use only these modules and `escape`, which makes text safe for a terminal.
+Every rank keeps a flight recorder: a file in its job's directory (`job_directory`) to which the
+native core writes each operation. The file outlives all processes of the job. `recorder` creates it
+and, with `exception_hook`, adds data that the core does not have: training progress and how the
+process ends. A launcher writes its log with `launcher_log_writer`. The backend and the launchers
+use only these modules, `recorder_reader`, which reads one flight recorder, and `escape`, which
+makes text safe for a terminal.
 
 The other modules read. `job_lookup` finds a job, and `job_reader` turns its directory into the
-plain objects of `model`; `recorder_reader`, `launcher_log_reader`, `call_log_reader` and
-`process_stat` read the kinds of sources. `diagnosis` determines the ranks at fault, `explain` puts
-the result into words, `watch` shows a live view, and `trace` writes a timeline. The latter two use
-`wait_time`, the time that a rank spent waiting for others. Readers never disturb the job and
-validate everything that they read.
+plain objects of `model`. `diagnosis` determines the ranks at fault and describes the cause,
+`explain` adds a table of the ranks, `watch` shows a live view, and `trace` writes a timeline. The
+latter two use `wait_time`, the time that a rank spent waiting for others. Readers never disturb the
+job and validate everything that they read.
 """

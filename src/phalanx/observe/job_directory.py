@@ -3,11 +3,16 @@
 Each process of a job holds a shared lock on the directory as long as it is alive. The kernel
 releases the lock when the process ends, for whatever reason. A directory that is not locked belongs
 to a job that has ended.
+
+Paths may contain anything, so all access is by descriptor: no symbolic link is followed, no FIFO or
+device is opened, nothing is read beyond a limit, and owner and type are checked on the opened
+descriptor.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -15,23 +20,17 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import sys
 import time
 import weakref
 from typing import Any, NamedTuple
 
 from phalanx import env
-from phalanx.observe.files import (
-    FLAGS,
-    UnusableFileError,
-    get_reason,
-    make_directory,
-    open_directory,
-    read_file,
-)
 from phalanx.system.host_identity import boot_id, namespace_id
 
 __all__ = [
+    "CALL_LOG_VERSION",
     "JOB_FILE",
     "LAUNCHER_LOG_FILE",
     "RECORDER_FILE",
@@ -53,15 +52,30 @@ VERSION = 1
 """The format version of `job.json` and `launcher.jsonl`; recorders have their own version."""
 JOB_FILE = "job.json"
 LAUNCHER_LOG_FILE = "launcher.jsonl"
+CALL_LOG_VERSION = 1
+"""The format version of the files with the pending calls of RPC workers."""
 RECORDER_SUFFIX = ".recorder"
 RECORDER_FILE = re.compile(rf"([1-9][0-9]{{0,9}}){re.escape(RECORDER_SUFFIX)}", re.ASCII)
 """The file name of a flight recorder, which contains the pid of its process."""
 
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
+_REMEDY = "remove it, or choose another directory with PHALANX_JOBS_DIR"
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFREG: "a file",
+    stat.S_IFSOCK: "a socket",
+}
 _ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"
 # Processes that inspect or remove a directory hold it exclusively for a moment.
 _LOCK_SECONDS = 2.0
 _log = logging.getLogger("phalanx")
 _open_directories: weakref.WeakSet[JobDirectory] = weakref.WeakSet()
+
+
+class UnusableFileError(OSError):
+    """A directory or file that cannot or must not be used; the message states path and reason."""
 
 
 class DirectoryUsage(NamedTuple):
@@ -89,7 +103,7 @@ def list_job_names(base: str) -> list[str]:
         UnusableFileError: The directory is not private to this user.
     """
     try:
-        fd = open_directory(base, base)
+        fd = _open_directory(base, base)
     except FileNotFoundError:
         return []
     try:
@@ -122,12 +136,12 @@ class JobDirectory:
         """
         self.base, self.name, self.path = base, name, os.path.join(base, name)
         if create:
-            make_directory(base, base)
-        self._base = open_directory(base, base)
+            _make_directory(base, base)
+        self._base = _open_directory(base, base)
         try:
             if create:
-                make_directory(name, self.path, self._base)
-            self.fd = open_directory(name, self.path, self._base)
+                _make_directory(name, self.path, self._base)
+            self.fd = _open_directory(name, self.path, self._base)
         except OSError:
             os.close(self._base)
             raise
@@ -185,7 +199,7 @@ class JobDirectory:
         Raises:
             OSError: The file already exists or cannot be created.
         """
-        flags |= os.O_RDWR | os.O_CREAT | os.O_EXCL | FLAGS
+        flags |= os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS
         return os.open(name, flags, 0o600, dir_fd=self.fd)
 
     def write_description(self, description: dict[str, Any]) -> None:
@@ -208,8 +222,28 @@ class JobDirectory:
         os.rename(part, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def read(self, name: str, limit: int) -> bytes:
-        """Return the content of a file of at most `limit` bytes; raises like `files.read_file`."""
-        return read_file(self.fd, name, limit)
+        """Return the content of a file; never blocks.
+
+        Args:
+            name: The name of the file.
+            limit: The maximum size of the file in bytes.
+
+        Raises:
+            FileNotFoundError: The file does not exist.
+            UnusableFileError: It is not a regular file, is larger than `limit`, or cannot be read.
+        """
+        try:
+            _check_file(name, os.stat(name, dir_fd=self.fd, follow_symlinks=False), limit)
+            # By now the file may have been replaced, so opening it must not block either.
+            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | _FLAGS
+            fd = os.open(name, flags, dir_fd=self.fd)
+            with os.fdopen(fd, "rb", buffering=0):
+                _check_file(name, os.fstat(fd), limit)
+                return _read_all(fd, limit)
+        except (FileNotFoundError, UnusableFileError):
+            raise
+        except OSError as error:
+            raise UnusableFileError(f"{name} cannot be read ({_get_reason(error)})") from error
 
     def list_recorders(self) -> dict[int, str]:
         """Return the names of the flight recorders by pid, sorted by pid."""
@@ -237,7 +271,7 @@ class JobDirectory:
                 shutil.rmtree(f"/proc/self/fd/{self._base}/{self.name}")
         except OSError as error:
             raise UnusableFileError(
-                f"{self.path} cannot be removed ({get_reason(error)})"
+                f"{self.path} cannot be removed ({_get_reason(error)})"
             ) from error
         finally:
             self.close()
@@ -334,6 +368,99 @@ def _get_cwd() -> str:
         return os.getcwd()
     except FileNotFoundError:  # the directory has been removed
         return ""
+
+
+def _make_directory(name: str, path: str, base: int | None = None) -> None:
+    """Create a directory that only this user can access, unless the name already exists.
+
+    Args:
+        name: The name of the directory, relative to `base`.
+        path: The path to show in error messages.
+        base: A descriptor of the parent directory.
+
+    Raises:
+        UnusableFileError: The directory cannot be created.
+    """
+    try:
+        os.mkdir(name, 0o700, dir_fd=base)
+    except FileExistsError:
+        pass  # of any type: opening it checks the type
+    except OSError as error:
+        raise UnusableFileError(
+            f"{path} cannot be created ({_get_reason(error)}): "
+            "choose another directory with PHALANX_JOBS_DIR"
+        ) from error
+
+
+def _open_directory(name: str, path: str, base: int | None = None) -> int:
+    """Open a directory that only this user can write to, and return its descriptor.
+
+    Args:
+        name: The name of the directory, relative to `base`.
+        path: The path to show in error messages.
+        base: A descriptor of the parent directory.
+
+    Raises:
+        FileNotFoundError: The directory does not exist.
+        UnusableFileError: It is not a directory, belongs to another user, can be written to by
+            others, or cannot be opened.
+    """
+    try:
+        found = os.stat(name, dir_fd=base, follow_symlinks=False)
+        if not stat.S_ISDIR(found.st_mode):
+            raise UnusableFileError(
+                f"{path} is {_describe_kind(found)}, expected a directory: {_REMEDY}"
+            )
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | _FLAGS, dir_fd=base)
+    except (FileNotFoundError, UnusableFileError):
+        raise
+    except OSError as error:
+        raise UnusableFileError(
+            f"{path} cannot be opened ({_get_reason(error)}): {_REMEDY}"
+        ) from error
+    try:
+        _check_owner(path, os.fstat(fd))
+    except UnusableFileError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _get_reason(error: OSError) -> str:
+    """Return the system's message for an error, without the path."""
+    return os.strerror(error.errno or errno.EIO)
+
+
+def _check_owner(path: str, found: os.stat_result) -> None:
+    if found.st_uid != os.geteuid():
+        raise UnusableFileError(
+            f"{path} belongs to user {found.st_uid}, and this process runs as user "
+            f"{os.geteuid()}: {_REMEDY}"
+        )
+    if found.st_mode & 0o022:
+        raise UnusableFileError(
+            f"{path} is writable by others (its mode is {stat.S_IMODE(found.st_mode):04o}, "
+            f"expected 0700): chmod it, {_REMEDY}"
+        )
+
+
+def _check_file(name: str, found: os.stat_result, limit: int) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise UnusableFileError(f"{name} is {_describe_kind(found)}, expected a file")
+    if found.st_size > limit:
+        raise UnusableFileError(f"{name} has {found.st_size} bytes, expected at most {limit}")
+
+
+def _describe_kind(found: os.stat_result) -> str:
+    return _KINDS.get(stat.S_IFMT(found.st_mode), "a device")
+
+
+def _read_all(fd: int, limit: int) -> bytes:
+    chunks = []
+    while limit > 0 and (chunk := os.read(fd, limit)):
+        chunks.append(chunk)
+        limit -= len(chunk)
+    return b"".join(chunks)
 
 
 def _in_child() -> None:

@@ -1,33 +1,47 @@
 """Conversion of a job's directory into the plain objects of `model`, with full validation.
 
-Data that is damaged, of another version or of an unexpected type adds a line to `problems`, and the
-rest is read. Reading never waits for the job and has no effect on it.
+The sources are `job.json`, `launcher.jsonl`, the flight recorders, the pending calls of RPC workers
+(`phalanx.rpc.call_log` writes them), and /proc. Data that is damaged, of another version or of an
+unexpected type adds a line to `problems`, and the rest is read: its fields keep their defaults.
+Reading never waits for the job and has no effect on it.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.observe import model
-from phalanx.observe.call_log_reader import read_workers
-from phalanx.observe.job_directory import get_pid_scope, get_recorder_name
-from phalanx.observe.job_lookup import find_job, list_running_jobs
-from phalanx.observe.launcher_log_reader import (
-    JobDescription,
-    LauncherLog,
-    read_description,
-    read_launcher_log,
+from phalanx.observe.job_directory import (
+    CALL_LOG_VERSION,
+    JOB_FILE,
+    LAUNCHER_LOG_FILE,
+    VERSION,
+    get_pid_scope,
+    get_recorder_name,
 )
-from phalanx.observe.process_stat import read_process_stat
-from phalanx.observe.rank_ranges import parse_rank_ranges
-from phalanx.observe.recorder_reader import ended_well, read_recorder
+from phalanx.observe.job_lookup import find_job, list_running_jobs
+from phalanx.observe.recorder_reader import ended_well, parse_rank_ranges, read_recorder
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     from phalanx.observe.job_directory import JobDirectory
 
-__all__ = ["HISTORY", "JobSummary", "read_job", "read_job_directory", "read_summary"]
+__all__ = [
+    "HISTORY",
+    "JobSummary",
+    "ProcessStat",
+    "read_job",
+    "read_job_directory",
+    "read_process_stat",
+    "read_summary",
+]
 
 HISTORY = 4096
 """The number of ended operations that a flight recorder holds."""
@@ -36,6 +50,22 @@ _MAX_RANKS = 65536
 # The kernel counts a process's start in ticks of 10 ms.
 _SLACK = 0.1
 _GONE = model.Process("gone")
+
+_JOB_LIMIT = 2 * 2**20
+_LOG_LIMIT = 64 * 2**20
+_CALLS_LIMIT = 2**22
+_MAX_INT = 2**31 - 1
+_CALLS_FILE = re.compile(r"([1-9][0-9]{0,9})\.calls", re.ASCII)
+_PROCESS_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "I": "sleeping",
+    "T": "stopped",
+    "t": "stopped",
+    "D": "disk",
+    "Z": "zombie",
+    "X": "gone",
+}
 
 
 @dataclass(frozen=True)
@@ -81,7 +111,7 @@ def read_job(text: str | None = None, history: int = HISTORY) -> model.Job:
 def read_job_directory(job: JobDirectory, history: int = HISTORY) -> model.Job:
     """Read the job in a directory; never raises because of the directory's content."""
     problems: list[str] = []
-    description, launcher_log = read_description(job, problems), read_launcher_log(job, problems)
+    description, launcher_log = _read_description(job, problems), _read_launcher_log(job, problems)
     recorders, unreadable = _read_recorders(job, history)
     attempt = launcher_log.attempt
     if not launcher_log.starts:
@@ -98,7 +128,7 @@ def read_job_directory(job: JobDirectory, history: int = HISTORY) -> model.Job:
     ]
     problems += _find_duplicates(size, recorders, launcher_log)
     problems += unreadable.values()
-    workers = read_workers(job, {rank.pid for rank in ranks}, problems)
+    workers = _read_workers(job, {rank.pid for rank in ranks}, problems)
     if description.hosts > 1:
         problems.append(
             f"the job runs on {description.hosts} hosts: only the ranks of this host are shown"
@@ -124,7 +154,7 @@ def read_job_directory(job: JobDirectory, history: int = HISTORY) -> model.Job:
 def read_summary(job: JobDirectory) -> JobSummary:
     """Read only the data of a job that a list of jobs shows."""
     problems: list[str] = []
-    description, launcher_log = read_description(job, problems), read_launcher_log(job, problems)
+    description, launcher_log = _read_description(job, problems), _read_launcher_log(job, problems)
     state: Literal["running", "failed", "finished"] = "running"
     if job.has_ended():
         well = launcher_log.code == 0
@@ -141,7 +171,7 @@ def read_summary(job: JobDirectory) -> JobSummary:
 class _JobLocation:
     """The relation of the machine and pid namespace of a job to those of this process."""
 
-    def __init__(self, job: JobDirectory, description: JobDescription) -> None:
+    def __init__(self, job: JobDirectory, description: _JobDescription) -> None:
         own_scope = get_pid_scope()
         job_scope = description.pid_scope or own_scope
         host = job_scope.get("host")
@@ -190,8 +220,8 @@ def _read_recorders(job: JobDirectory, history: int) -> tuple[list[dict[str, Any
 
 
 def _determine_world_size(
-    description: JobDescription,
-    launcher_log: LauncherLog,
+    description: _JobDescription,
+    launcher_log: _LauncherLog,
     recorders: list[dict[str, Any]],
     problems: list[str],
 ) -> int:
@@ -207,7 +237,7 @@ def _determine_world_size(
 
 
 def _find_duplicates(
-    size: int, recorders: list[dict[str, Any]], launcher_log: LauncherLog
+    size: int, recorders: list[dict[str, Any]], launcher_log: _LauncherLog
 ) -> list[str]:
     """Name the recorders of one rank if another rank, which the launcher does not know, has none.
 
@@ -230,7 +260,7 @@ def _find_duplicates(
 def _build_ranks(
     size: int,
     recorders: list[dict[str, Any]],
-    launcher_log: LauncherLog,
+    launcher_log: _LauncherLog,
     unreadable: dict[int, str],
     location: _JobLocation,
 ) -> tuple[model.Rank, ...]:
@@ -294,3 +324,210 @@ def _parse_members(group: dict[str, Any]) -> tuple[int, ...]:
     """Return the ranks of a group's members in the job; empty if there are more than its size."""
     members = parse_rank_ranges(group["members"])
     return members if len(members) <= group["size"] else ()
+
+
+# job.json and launcher.jsonl.
+
+
+@dataclass(frozen=True)
+class _JobDescription:
+    """The data recorded when a job began; `pid_scope` is as returned by `get_pid_scope`."""
+
+    command: tuple[str, ...] = ()
+    started: float = 0.0
+    world_size: int = 0
+    hosts: int = 1
+    launcher: int = 0
+    pid_scope: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _LauncherLog:
+    """The launcher's log: the newest start of each rank, by rank, and the job's exit code."""
+
+    starts: dict[int, model.Start] = field(default_factory=dict)
+    attempt: int = 0
+    world_size: int = 0
+    code: int | None = None
+
+
+def _read_description(job: JobDirectory, problems: list[str]) -> _JobDescription:
+    """Return the content of `job.json`; add its defects to `problems`."""
+    text = _read(job, JOB_FILE, _JOB_LIMIT, problems)
+    if text is None:
+        return _JobDescription()
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        problems.append(f"{JOB_FILE} is damaged: {error}")
+        return _JobDescription()
+    if not isinstance(found, dict) or found.get("version") != VERSION:
+        problems.append(f"{JOB_FILE} has another version, expected {VERSION}")
+        return _JobDescription()
+    command = found.get("command")
+    arguments = command if isinstance(command, list) else []
+    pid_scope = found.get("pid_scope")
+    return _JobDescription(
+        tuple(argument for argument in arguments if isinstance(argument, str)),
+        _get_number(found, "started"),
+        _get_whole(found, "world_size", 0),
+        _get_whole(found, "hosts", 1),
+        _get_whole(found, "launcher", 0),
+        pid_scope if isinstance(pid_scope, dict) else {},
+    )
+
+
+def _read_launcher_log(job: JobDirectory, problems: list[str]) -> _LauncherLog:
+    """Return the content of `launcher.jsonl`; add its defects to `problems`."""
+    text = _read(job, LAUNCHER_LOG_FILE, _LOG_LIMIT, problems)
+    log, damaged = _LauncherLog(), 0
+    # Text after the last newline is still being written.
+    for line in (text or b"").split(b"\n")[:-1]:
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            event = None
+        if not isinstance(event, dict) or not _apply_event(log, event):
+            damaged += 1
+    if damaged:
+        problems.append(f"{LAUNCHER_LOG_FILE}: {damaged} lines are damaged")
+    return log
+
+
+def _apply_event(log: _LauncherLog, event: dict[str, Any]) -> bool:
+    """Apply an event; return False if it is invalid."""
+    kind, time = event.get("event"), _get_number(event, "time")
+    rank, pid = _get_whole(event, "rank", -1), _get_whole(event, "pid", 0)
+    if kind == "finish":
+        log.code = _get_code(event)
+        return log.code is not None
+    if rank < 0 or pid < 1:
+        return False
+    if kind == "start":
+        attempt = _get_whole(event, "attempt", 0)
+        if attempt != log.attempt:  # the ranks of the previous attempt are gone
+            log.starts.clear()
+        log.attempt = attempt
+        log.world_size = _get_whole(event, "world_size", 0)
+        log.starts[rank] = model.Start(pid, attempt, time)
+        return True
+    start = log.starts.get(rank)
+    if kind != "end" or start is None or start.pid != pid:
+        return kind == "end"  # of an earlier attempt
+    code = _get_code(event)
+    # The launcher records a rank's end again once it knows the exit code.
+    log.starts[rank] = replace(
+        start,
+        ended=time if start.ended is None else start.ended,
+        code=start.code if code is None else code,
+        stopped=start.stopped or event.get("stopped") is True,
+    )
+    return True
+
+
+def _read(job: JobDirectory, name: str, limit: int, problems: list[str]) -> bytes | None:
+    try:
+        return job.read(name, limit)
+    except FileNotFoundError:
+        # A job without a launcher has no launcher.jsonl.
+        if name == JOB_FILE:
+            problems.append(f"{name} is missing")
+    except OSError as error:
+        problems.append(str(error))
+    return None
+
+
+def _get_whole(found: dict[str, Any], key: str, default: int) -> int:
+    value = found.get(key)
+    usable = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_INT
+    return int(value) if usable and value is not None else default
+
+
+def _get_code(found: dict[str, Any]) -> int | None:
+    value = found.get("code")
+    usable = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_INT
+    return int(value) if usable and value is not None else None
+
+
+def _get_number(found: dict[str, Any], key: str) -> float:
+    value = found.get(key)
+    if isinstance(value, int | float) and abs(value) < 2**53 and math.isfinite(value):
+        return float(value)
+    return 0.0
+
+
+# The pending calls of RPC workers.
+
+
+def _read_workers(
+    job: JobDirectory, pids: Container[int], problems: list[str]
+) -> tuple[model.Worker, ...]:
+    """Return the workers of a job, sorted by id.
+
+    Args:
+        job: The directory of the job.
+        pids: The processes to include: those of the newest attempt.
+        problems: A list to which a description of each unreadable file is appended.
+    """
+    found = []
+    for match in filter(None, map(_CALLS_FILE.fullmatch, os.listdir(job.fd))):
+        if int(match[1]) not in pids:
+            continue
+        try:
+            found.append(_parse_worker(int(match[1]), json.loads(job.read(match[0], _CALLS_LIMIT))))
+        except FileNotFoundError:
+            continue  # the worker has left
+        except OSError as error:
+            problems.append(str(error))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            problems.append(f"{match[0]} is damaged: {error!r}")
+    return tuple(sorted(found, key=lambda worker: (worker.id, worker.pid)))
+
+
+def _parse_worker(pid: int, content: Any) -> model.Worker:
+    if content["version"] != CALL_LOG_VERSION:
+        raise ValueError(f"version {content['version']}, expected {CALL_LOG_VERSION}")
+    made = tuple(
+        model.Call(int(call["call"]), int(call["to"]), str(call["function"]), int(call["since"]))
+        for call in content["made"]
+    )
+    executed = tuple(
+        model.Call(int(call["call"]), int(call["of"]), "", int(call["since"]))
+        for call in content["executed"]
+    )
+    return model.Worker(pid, int(content["id"]), str(content["name"]), made, executed)
+
+
+# Processes. psutil provides the same data as one read of /proc, but no start time in a monotonic
+# clock. That time is needed to distinguish a process with a reused pid from the rank that had the
+# pid before.
+
+
+@dataclass(frozen=True)
+class ProcessStat:
+    """The state of a process, and its age in seconds."""
+
+    process: model.Process
+    age: float
+
+
+def read_process_stat(pid: int) -> ProcessStat | None:
+    """Return the state of a process; None if it does not exist or is hidden from this user.
+
+    If /proc hides the processes of other users (`hidepid`), a hidden pid has been reused by another
+    user's process: it is no longer the rank's.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    # The second field is the program's name in parentheses, which may contain any character.
+    fields = text[text.rindex(b")") + 2 :].split()
+    ticks = os.sysconf("SC_CLK_TCK")
+    state = _PROCESS_STATES.get(fields[0].decode(), "sleeping")
+    started = int(fields[19]) / ticks
+    cpu = (int(fields[11]) + int(fields[12])) / ticks
+    memory = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    return ProcessStat(model.Process(state, cpu, memory), age)

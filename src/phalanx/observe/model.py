@@ -7,10 +7,7 @@ an operation are ranks in its group. Texts are unescaped: code that prints them 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from phalanx.observe.call_log_reader import Worker
+from typing import Literal
 
 Ending = Literal["", "left", "exited", "failed"]
 """A rank's own record of its end: none yet, all groups left, end of the script, an exception."""
@@ -58,6 +55,14 @@ class Operation:
     def is_message(self) -> bool:
         """Return whether the operation is a send or a recv."""
         return self.kind in ("send", "recv")
+
+    @property
+    def is_blocking(self) -> bool:
+        """Return whether the operation blocks its rank.
+
+        A message may be posted long before the rank waits for it.
+        """
+        return not self.is_message or self.waiting_for >= 0 or self.peer < 0
 
 
 @dataclass(frozen=True)
@@ -183,6 +188,34 @@ class Rank:
 
 
 @dataclass(frozen=True)
+class Call:
+    """A remote call that has been pending for a long time, as its caller or callee recorded it.
+
+    Attributes:
+        number: The number of the call, unique among the calls of its caller.
+        peer: The id of the other worker: the callee in a caller's record, else the caller.
+        function: The name of the function; empty in a callee's record.
+        since: The time at which the call or its execution began, in monotonic nanoseconds.
+    """
+
+    number: int
+    peer: int
+    function: str
+    since: int
+
+
+@dataclass(frozen=True)
+class Worker:
+    """An RPC worker: its process, id and name, and the calls that it has made and executes."""
+
+    pid: int
+    id: int
+    name: str
+    made: tuple[Call, ...]
+    executed: tuple[Call, ...]
+
+
+@dataclass(frozen=True)
 class Job:
     """A job: all information in its directory.
 
@@ -224,3 +257,9 @@ class Job:
     def running(self) -> bool:
         """Return whether any process of the job on this machine is alive."""
         return any(rank.process is not None and not rank.is_gone for rank in self.ranks)
+
+
+def get_group(rank: Rank, operation: Operation) -> Group | None:
+    """Return the group of an operation, as its rank recorded it; None if it did not."""
+    known = 0 <= operation.group < len(rank.groups)
+    return rank.groups[operation.group] if known else None

@@ -1,4 +1,7 @@
-"""Validated reading of one flight recorder: its content, and whether its process ended well."""
+"""Validated reading of one flight recorder.
+
+Its content, the ranks of its groups, and whether its process ended well.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,12 @@ from phalanx.observe.job_directory import get_recorder_name
 if TYPE_CHECKING:
     from phalanx.observe.job_directory import JobDirectory
 
-__all__ = ["ended_well", "read_recorder"]
+__all__ = ["ended_well", "parse_rank_ranges", "read_recorder"]
 
 # Suffices for recorders of any version: the native reader reports a version that it cannot read.
 _LIMIT = 16 * 2**20
+_MAX_RANKS = 2**16
+"""Maximum number of ranks of a group; a longer list was not written by a rank."""
 
 
 def read_recorder(job: JobDirectory, name: str, history: int) -> dict[str, Any]:
@@ -42,6 +47,24 @@ def read_recorder(job: JobDirectory, name: str, history: int) -> dict[str, Any]:
     if not recorder["ending"] and recorder["groups"] and _has_left(recorder):
         recorder["ending"] = "left"
     return recorder
+
+
+def parse_rank_ranges(text: str) -> tuple[int, ...]:
+    """Parse the members of a recorded group, such as "0-3,6"; empty if malformed.
+
+    Returns:
+        The ranks in the job by rank in the group.
+    """
+    ranks: list[int] = []
+    for run in filter(None, text.split(",")):
+        first, _, last = run.partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal()):
+            return ()
+        numbers = range(int(first), int(last or first) + 1)
+        if len(ranks) + len(numbers) > _MAX_RANKS:
+            return ()
+        ranks += numbers
+    return tuple(ranks)
 
 
 def ended_well(recorders: list[dict[str, Any]]) -> bool:

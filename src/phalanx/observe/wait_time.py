@@ -8,14 +8,17 @@ end.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from phalanx.observe.diagnosis.wait_for_graph import get_group
+from phalanx.observe.job_directory import get_recorder_name
+from phalanx.observe.model import Operation, get_group
+from phalanx.observe.recorder_reader import read_recorder
 
 if TYPE_CHECKING:
     from phalanx.observe.diagnosis.exit_reasons import ExitStatus
-    from phalanx.observe.model import Job, Operation, Rank
+    from phalanx.observe.model import Job, Rank
 
 __all__ = [
     "GroupRanks",
@@ -24,8 +27,12 @@ __all__ = [
     "get_wait_interval",
     "is_inactive",
     "map_group_ranks",
+    "measure_wait_share",
     "measure_wait_time",
 ]
+
+# Covers some hundred steps; reading this many operations takes about a millisecond.
+_HISTORY = 1024
 
 GroupRanks = Mapping[tuple[int, int], int]
 """Ranks in the job, by the identity of a group and the rank's number in it."""
@@ -79,6 +86,41 @@ def measure_wait_time(rank: Rank, group_ranks: GroupRanks, begin: int, now: int)
             found[peer] = found.get(peer, 0) + length
             begin = end
     return found
+
+
+def measure_wait_share(since: int, now: int) -> float | None:
+    """Return the share of the time from `since` to `now` in which an operation waited for a rank.
+
+    The value is the one that `phalanx watch` shows. Simultaneous waits count once. Only the newest
+    1024 operations count; if there are more, the share refers to the time since the first of them.
+
+    Args:
+        since: Begin, in monotonic nanoseconds.
+        now: End, in monotonic nanoseconds, later than `since`.
+
+    Returns:
+        The share, from 0 to 1; None if this process has no readable flight recorder or `now` is not
+        later than `since`.
+    """
+    # Imported here because it imports torch: `phalanx watch` must respond at once.
+    from phalanx.observe import recorder
+
+    job = recorder.get_job_directory()
+    if job is None or now <= since:
+        return None
+    try:
+        content = read_recorder(job, get_recorder_name(os.getpid()), _HISTORY)
+    except (OSError, ValueError):  # removed; training must continue
+        return None
+    done = [Operation(**operation) for operation in content["done"]]
+    if len(done) == _HISTORY:
+        since = max(since, done[0].end)
+    spans = sorted(get_wait_interval(operation, now) for operation in done)
+    total, last = 0, since
+    for begin, end in spans:
+        total += max(0, min(end, now) - max(begin, last))
+        last = max(last, end)
+    return total / max(now - since, 1)
 
 
 def get_wait_interval(operation: Operation, now: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from phalanx.observe.call_log_reader import VERSION
+from phalanx.observe.job_directory import CALL_LOG_VERSION
 from phalanx.observe.recorder import get_job_directory
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class CallLog:
     def _write(self, directory: JobDirectory) -> None:
         latest = time.monotonic() - _WRITE_SECONDS
         content = {
-            "version": VERSION,
+            "version": CALL_LOG_VERSION,
             "id": self._own.id,
             "name": self._own.name,
             "made": [

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from phalanx.errors import UsageError
-from phalanx.observe.own_wait_time import measure_wait_share
 from phalanx.observe.recorder import report
+from phalanx.observe.wait_time import measure_wait_share
 
 __all__ = ["Display", "check_tensorboard", "open_tensorboard"]
 

@@ -5,17 +5,80 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from phalanx.observe.diagnosis.diagnosis import Diagnosis, Side, build_diagnosis, build_sides
+from phalanx.observe.diagnosis.diagnosis import (
+    CHECK_BRANCHES,
+    Diagnosis,
+    Rule,
+    Side,
+    build_diagnosis,
+    build_sides,
+)
+from phalanx.observe.diagnosis.formatting import format_ranks, join_texts
 from phalanx.observe.diagnosis.messages import diagnose_unsent_message
-from phalanx.observe.diagnosis.wait_for_graph import get_group
+from phalanx.observe.model import get_group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from phalanx.observe.diagnosis.diagnosis import Kind
+    from phalanx.observe.diagnosis.diagnosis import Kind, Phrases
     from phalanx.observe.diagnosis.wait_for_graph import WaitForGraph
 
-__all__ = ["diagnose_deadlock", "find_cycle"]
+__all__ = ["Deadlock", "GroupOrder", "diagnose_deadlock", "find_cycle"]
+
+
+class GroupOrder(Rule):
+    """Ranks use groups in different orders."""
+
+    kind = "order"
+    fixes = (
+        "Use groups in the same order on every rank, or start the operations with `async_op=True` "
+        "and wait for all of them afterwards.",
+    )
+
+    @staticmethod
+    def detect(graph: WaitForGraph) -> Diagnosis | None:
+        """Return a diagnosis if ranks waited for each other and one of them detected it."""
+        if graph.first_failure is None or graph.first_failure.outcome != "deadlock":
+            return None
+        groups = [group for rank in graph.ranks.values() for group in rank.groups]
+        reason = next(
+            (group.abort_reason for group in groups if group.abort_reason), graph.find_exception()
+        )
+        sides = build_sides(graph, sorted(graph.waits))
+        return Diagnosis("order", tuple(sorted(graph.waits)), graph.moment, sides, reason=reason)
+
+    def describe(self, phrases: Phrases) -> list[str]:
+        diagnosis = phrases.diagnosis
+        places = phrases.describe_sides(diagnosis.sides)
+        first = f"Ranks use groups in different orders: {join_texts(places)}."
+        since = phrases.describe_duration(diagnosis.since)
+        each = f"Each side {phrases.choose_tense('has waited', 'waited')} for the other{since}."
+        minority = len(diagnosis.ranks) < sum(len(side.ranks) for side in diagnosis.sides)
+        last = [f"{phrases.subject} {phrases.conjugate_be()} in the minority."] if minority else []
+        return [first, each, *last, *phrases.describe_waiting_ranks()]
+
+
+class Deadlock(Rule):
+    """Ranks wait for each other."""
+
+    kind = "deadlock"
+    fixes = (
+        "Let one side go first, or use `isend` and `irecv` (`batch_isend_irecv`) and wait after "
+        "both are posted.",
+        CHECK_BRANCHES,
+    )
+
+    def describe(self, phrases: Phrases) -> list[str]:
+        places = [
+            f"{format_ranks(side.ranks)} {phrases.describe_position(side)}"
+            for side in phrases.diagnosis.sides[:6]
+        ]
+        verb = phrases.choose_tense("have waited", "waited")
+        since = phrases.describe_duration(phrases.diagnosis.since)
+        return [
+            f"Ranks {verb} for each other{since}: {join_texts(places)}.",
+            *phrases.describe_waiting_ranks(),
+        ]
 
 
 def find_cycle(graph: WaitForGraph, waiters: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Unmatched messages: a recv without its send, and the message that was sent instead."""
+"""Unmatched messages: without their send, without their recv, or not waited for."""
 
 from __future__ import annotations
 
@@ -6,24 +6,122 @@ from collections import Counter
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from phalanx.observe.diagnosis.diagnosis import Diagnosis, Side, build_sides
+from phalanx.observe.diagnosis.diagnosis import Diagnosis, Rule, Side, build_sides
 from phalanx.observe.diagnosis.exit_reasons import get_phalanx_error
-from phalanx.observe.diagnosis.wait_for_graph import get_group
+from phalanx.observe.model import get_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from phalanx.observe.diagnosis.diagnosis import Phrases
     from phalanx.observe.diagnosis.wait_for_graph import WaitForGraph
     from phalanx.observe.model import Operation, Rank
 
 __all__ = [
-    "check_unawaited_messages",
+    "UnawaitedMessage",
+    "UnreceivedMessage",
+    "UnsentMessage",
     "diagnose_unsent_message",
     "find_incomplete_messages",
     "find_mismatched_message",
     "find_other_message",
-    "iterate_messages",
 ]
+
+_UNSENT = (
+    "Every recv needs a send on the other rank, with the same group, tag, dtype and size. Check "
+    "the operation that the other rank calls instead.",
+    "If both ranks wait, use `isend` and `irecv`, or `batch_isend_irecv`, and wait afterwards.",
+)
+
+
+class UnsentMessage(Rule):
+    """A rank waits for a message that is never sent."""
+
+    kind = "unsent"
+    fixes = _UNSENT
+
+    def describe(self, phrases: Phrases) -> list[str]:
+        diagnosis = phrases.diagnosis
+        waiter, source = diagnosis.sides[0], diagnosis.sides[-1]
+        other = source.ranks[0]
+        one = len(diagnosis.ranks) == 1
+        wait = phrases.choose_tense("has waited" if one else "have waited", "waited")
+        send = phrases.choose_tense("sends", "sent")
+        first = (
+            f"{phrases.subject} {wait} for a message that no rank {send}: "
+            f"{phrases.describe_call(waiter)},{phrases.describe_duration(diagnosis.since)}."
+        )
+        status = diagnosis.exit_status
+        if status is not None and status.reason in ("completed", "left"):
+            place = f"ended{phrases.describe_time(status.time)} without sending it"
+        else:
+            place = (
+                f"{phrases.conjugate_be(source.ranks)} elsewhere{phrases.describe_location(other)}"
+            )
+        texts = [first, f"{phrases.describe_ranks(source.ranks).capitalize()} {place}."]
+        if diagnosis.instead is not None:
+            sent = phrases.describe_operation(other, diagnosis.instead)
+            texts.append(f"The message that it sent instead has no matching recv: {sent}.")
+        return [*texts, *phrases.describe_waiting_ranks()]
+
+
+class UnreceivedMessage(Rule):
+    """A rank waits for its message to be received."""
+
+    kind = "unreceived"
+    fixes = _UNSENT
+
+    def describe(self, phrases: Phrases) -> list[str]:
+        sender, receiver = phrases.diagnosis.sides[0], phrases.diagnosis.sides[-1]
+        one = len(sender.ranks) == 1
+        verb = phrases.choose_tense("has waited" if one else "have waited", "waited")
+        place = phrases.describe_location(receiver.ranks[0])
+        return [
+            f"{phrases.subject} {verb} for a message to be received: "
+            f"{phrases.describe_call(sender)},"
+            f"{phrases.describe_duration(phrases.diagnosis.since)}.",
+            f"{phrases.describe_ranks(receiver.ranks).capitalize()} "
+            f"{phrases.conjugate_be(receiver.ranks)} elsewhere{place}.",
+            *phrases.describe_waiting_ranks(),
+        ]
+
+
+class UnawaitedMessage(Rule):
+    """A rank ended or left before its own message was complete."""
+
+    kind = "unawaited"
+    fixes = (
+        "Wait for the work that `isend` and `irecv` return before the script ends or leaves the "
+        "group: `work = dist.isend(...)`, later `work.wait()`. Until then the transfer is not "
+        "complete.",
+    )
+
+    @staticmethod
+    def detect(graph: WaitForGraph) -> Diagnosis | None:
+        """Return a diagnosis if a rank ended or left while a message its peer needs was pending."""
+        for number in graph.ranks:
+            for posted in find_incomplete_messages(graph, number):
+                if _is_needed(graph, number, posted):
+                    own = Side((number,), posted, get_group(graph.ranks[number], posted))
+                    waiting, status = (
+                        build_sides(graph, graph.find_waiters([number])),
+                        graph.exits[number],
+                    )
+                    return Diagnosis(
+                        "unawaited", (number,), status.time, (own,), waiting, exit_status=status
+                    )
+        return None
+
+    def describe(self, phrases: Phrases) -> list[str]:
+        diagnosis = phrases.diagnosis
+        group = diagnosis.sides[0].group
+        left = group is not None and group.left
+        did = f"{'left the group' if left else 'ended'}{phrases.describe_time(diagnosis.since)}"
+        return [
+            f"{phrases.subject} {did} without waiting for its own message: "
+            f"{phrases.describe_call(diagnosis.sides[0])} was still under way.",
+            *phrases.describe_waiting_ranks(),
+        ]
 
 
 def diagnose_unsent_message(graph: WaitForGraph, waiters: Sequence[int], source: int) -> Diagnosis:
@@ -38,22 +136,6 @@ def diagnose_unsent_message(graph: WaitForGraph, waiters: Sequence[int], source:
         exit_status=graph.exits.get(source),
         instead=find_other_message(graph, waiters[0], source),
     )
-
-
-def check_unawaited_messages(graph: WaitForGraph) -> Diagnosis | None:
-    """Return a diagnosis if a rank ended or left while a message its peer needs was pending."""
-    for number in graph.ranks:
-        for posted in find_incomplete_messages(graph, number):
-            if _is_needed(graph, number, posted):
-                own = Side((number,), posted, get_group(graph.ranks[number], posted))
-                waiting, status = (
-                    build_sides(graph, graph.find_waiters([number])),
-                    graph.exits[number],
-                )
-                return Diagnosis(
-                    "unawaited", (number,), status.time, (own,), waiting, exit_status=status
-                )
-    return None
 
 
 def find_incomplete_messages(graph: WaitForGraph, number: int) -> list[Operation]:

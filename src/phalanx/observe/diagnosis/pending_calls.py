@@ -3,29 +3,75 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from phalanx.observe.diagnosis.blocked_ranks import LONG_WAIT
-from phalanx.observe.diagnosis.diagnosis import Diagnosis
+from phalanx.observe.diagnosis.diagnosis import Diagnosis, Rule, suggest_stack_dump
+from phalanx.observe.diagnosis.formatting import format_duration
+from phalanx.observe.diagnosis.wait_for_graph import LONG_WAIT
+from phalanx.observe.escape import escape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from phalanx.observe.call_log_reader import Call, Worker
+    from phalanx.observe.diagnosis.diagnosis import Phrases
     from phalanx.observe.diagnosis.wait_for_graph import WaitForGraph
-    from phalanx.observe.model import Job, Rank
+    from phalanx.observe.model import Call, Job, Rank, Worker
 
-__all__ = [
-    "PendingCall",
-    "check_unanswered_calls",
-    "find_blocking_calls",
-    "find_rank",
-    "list_pending_calls",
-]
+__all__ = ["UnansweredCall", "calls_as_json", "format_call_lines"]
+
+_RECORDED = 3_000_000_000
+"""Nanoseconds within which a callee records that it executes a call."""
+
+_MAX_CALLS = 8
+"""Maximum number of calls to show."""
+
+
+class UnansweredCall(Rule):
+    """An RPC worker has not answered the call of another worker.
+
+    A worker that waits for another worker is not at fault, except in a cycle, where all are.
+    """
+
+    kind = "unanswered"
+
+    @staticmethod
+    def detect(graph: WaitForGraph) -> Diagnosis | None:
+        """Return a diagnosis of the workers that delay calls, or of all workers of a cycle."""
+        calls = [
+            c for c in _list_pending_calls(graph.job) if c.call.since <= graph.moment - LONG_WAIT
+        ]
+        if not calls:
+            return None
+        ranks = {
+            _find_rank(graph.job, each.callee) for each in _find_blocking_calls(calls) or calls
+        }
+        numbers = tuple(sorted(rank.rank for rank in ranks if rank is not None))
+        return Diagnosis("unanswered", numbers, calls[0].call.since)
+
+    def describe(self, phrases: Phrases) -> list[str]:
+        calls = _list_pending_calls(phrases.graph.job)
+        if at_fault := _find_blocking_calls(calls):
+            return [_describe_call(phrases.graph, each) for each in at_fault[:_MAX_CALLS]]
+        wait = "wait" if phrases.graph.is_live else "waited"
+        return [
+            f"Workers {wait} for each other's calls:",
+            *(_format_line(phrases.graph, each) for each in calls[:_MAX_CALLS]),
+        ]
+
+    def suggest_fixes(self, phrases: Phrases) -> list[str]:
+        graph, diagnosis = phrases.graph, phrases.diagnosis
+        stack = suggest_stack_dump(graph, diagnosis.ranks)
+        return [
+            *([stack] if graph.job.running and diagnosis.ranks else []),
+            "Check the called function: an infinite loop, a lock, or a remote call without a "
+            "timeout. A function that trains for the whole job is fine.",
+            "Set a timeout, so that the caller can continue: `rpc_sync(..., timeout=SECONDS)`, or "
+            "`rpc_timeout` in `rpc_backend_options`.",
+        ]
 
 
 @dataclass(frozen=True)
-class PendingCall:
+class _PendingCall:
     """A pending remote call with its caller and, if known, its callee."""
 
     call: Call
@@ -42,34 +88,89 @@ class PendingCall:
         return None
 
 
-def list_pending_calls(job: Job) -> list[PendingCall]:
+def _list_pending_calls(job: Job) -> list[_PendingCall]:
     """Return all pending calls, the oldest first."""
     by_id = {worker.id: worker for worker in job.workers}
     calls = [
-        PendingCall(call, worker, by_id.get(call.peer))
+        _PendingCall(call, worker, by_id.get(call.peer))
         for worker in job.workers
         for call in worker.made
     ]
     return sorted(calls, key=lambda each: each.call.since)
 
 
-def find_blocking_calls(calls: Iterable[PendingCall]) -> list[PendingCall]:
+def _find_blocking_calls(calls: Iterable[_PendingCall]) -> list[_PendingCall]:
     """Return the calls whose callee has no pending call itself; none if all workers form cycles."""
     calls = list(calls)
     waiting = {each.caller.id for each in calls if each.call.peer != each.caller.id}
     return [each for each in calls if each.call.peer not in waiting]
 
 
-def check_unanswered_calls(graph: WaitForGraph) -> Diagnosis | None:
-    """Return a diagnosis of the workers that delay calls, or of all workers of a cycle."""
-    calls = [c for c in list_pending_calls(graph.job) if c.call.since <= graph.moment - LONG_WAIT]
-    if not calls:
-        return None
-    ranks = {find_rank(graph.job, each.callee) for each in find_blocking_calls(calls) or calls}
-    numbers = tuple(sorted(rank.rank for rank in ranks if rank is not None))
-    return Diagnosis("unanswered", numbers, calls[0].call.since)
+def format_call_lines(graph: WaitForGraph, most: int = _MAX_CALLS) -> list[str]:
+    """Return a line for each of the oldest pending calls: function, caller, callee, duration."""
+    calls = _list_pending_calls(graph.job)
+    lines = [_format_line(graph, each) for each in calls[:most]]
+    return [*lines, f"  ... and {len(calls) - most} more"] if len(calls) > most else lines
 
 
-def find_rank(job: Job, worker: Worker | None) -> Rank | None:
+def calls_as_json(job: Job) -> list[dict[str, Any]]:
+    """Return the workers and their pending calls for programs; times are Unix seconds."""
+    offset = {rank.pid: rank.clock for rank in job.ranks}
+    return [
+        {
+            "id": worker.id,
+            "name": worker.name,
+            "pid": worker.pid,
+            "calls": [
+                {
+                    "function": each.call.function,
+                    "to": each.call.peer,
+                    "since": (each.call.since + offset.get(worker.pid, 0)) / 1e9,
+                    "executing": each.executed_since is not None,
+                }
+                for each in _list_pending_calls(job)
+                if each.caller is worker
+            ],
+        }
+        for worker in job.workers
+    ]
+
+
+def _describe_call(graph: WaitForGraph, each: _PendingCall) -> str:
+    function = escape(each.call.function, 80)
+    took = graph.moment - each.call.since
+    has = "has" if graph.is_live else "had"
+    text = (
+        f"{_format_worker(graph.job, each.callee, each.call.peer, 'Worker')} {has} not answered "
+        f"the call of {function} by {_format_worker(graph.job, each.caller, each.caller.id)} "
+        f"for {format_duration(took)}: it "
+    )
+    if (since := each.executed_since) is not None:
+        return f"{text}{has} been executing it for {format_duration(graph.moment - since)}."
+    if each.callee is None:
+        return f"{text}left no record of it on this host."
+    if took < _RECORDED:
+        return f"{text}{'may be' if graph.is_live else 'may have been'} executing it."
+    return f"{text}{has} not begun to execute it."
+
+
+def _format_line(graph: WaitForGraph, each: _PendingCall) -> str:
+    return (
+        f"  {escape(each.call.function, 80)}, called by "
+        f"{_format_worker(graph.job, each.caller, each.caller.id)} on "
+        f"{_format_worker(graph.job, each.callee, each.call.peer)}, "
+        f"for {format_duration(graph.moment - each.call.since)}"
+    )
+
+
+def _format_worker(job: Job, worker: Worker | None, number: int, noun: str = "worker") -> str:
+    if worker is None:
+        return f"{noun} {number}"
+    rank = _find_rank(job, worker)
+    where = "" if rank is None else f"rank {rank.rank}, "
+    return f"{noun} '{escape(worker.name, 60)}' ({where}pid {worker.pid})"
+
+
+def _find_rank(job: Job, worker: Worker | None) -> Rank | None:
     """Return the rank that runs in a worker's process; None if it is not a rank of this host."""
     return next((rank for rank in job.ranks if worker and rank.pid == worker.pid), None)

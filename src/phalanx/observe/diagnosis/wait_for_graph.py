@@ -6,6 +6,7 @@ its consequences (notified peers, ranks that the launcher stops) do not hide it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -18,14 +19,20 @@ from phalanx.observe.diagnosis.exit_reasons import (
     get_phalanx_error,
 )
 from phalanx.observe.exception_hook import SESSION_ENDED
+from phalanx.observe.model import get_group
 
 if TYPE_CHECKING:
     from phalanx.observe.model import Group, Job, Operation, Rank
 
-__all__ = ["RANK_EXIT_PREFIXES", "FailedOperation", "Wait", "WaitForGraph", "get_group"]
+__all__ = ["LONG_WAIT", "RANK_EXIT_PREFIXES", "FailedOperation", "Wait", "WaitForGraph"]
 
 RANK_EXIT_PREFIXES = (SESSION_ENDED, "it left while an operation")
 """Prefixes of the reasons that Phalanx records when it aborts a group because its rank ends."""
+
+LONG_WAIT = 1_000_000_000
+"""Nanoseconds from which a wait is considered a problem if nothing has failed."""
+
+_STOPPED = re.compile(r"\brank (\d{1,5}) is stopped by a signal\b")
 
 _SLACK = 2_000_000_000
 """Nanoseconds by which a launcher may notice the end of a rank later than the rank's peers."""
@@ -172,6 +179,68 @@ class WaitForGraph:
         operation = self.current_operation(number)
         return operation is not None and operation.kind == "join"
 
+    def get_own_code_start(self, number: int) -> int:
+        """Return when a rank entered its own code, as of the moment; 0 without a recorder."""
+        before = self.previous_operation(number)
+        return self.ranks[number].opened if before is None else before.end
+
+    def is_stopped(self, number: int) -> bool:
+        """Return whether a rank is stopped by a signal, or was until its launcher killed it."""
+        process = self.ranks[number].process
+        if process is not None and process.state == "stopped":
+            return True
+        return self._ignored_signal(number) or self._is_reported_stopped(number)
+
+    def _ignored_signal(self, number: int) -> bool:
+        """Return whether a rank ignored the signal that ended the others, as if it was stopped.
+
+        If the others reached a deadline, their errors state whether it was stopped.
+        """
+        status = self.exits[number]
+        if self.first_failure is not None or status.reason != "launcher" or status.code != -9:
+            return False
+        others = [other for other in self.exits.values() if other.is_external]
+        if not self.ranks[number].opened:
+            # It cannot record an interruption, and an interpreter takes some time to exit.
+            others = [other for other in others if other.reason != "interrupted"]
+        return any(other.reason == "interrupted" or other.code != -9 for other in others)
+
+    def _is_reported_stopped(self, number: int) -> bool:
+        """Return whether the error of another rank states that this rank was stopped."""
+        return any(
+            self.get_global_rank(get_group(failure.rank, failure.operation), int(place)) == number
+            for failure in self.failures.values()
+            for place in _STOPPED.findall(failure.rank.exception)
+        )
+
+    def never_joined(self, number: int) -> bool:
+        """Return whether, as far as is known, a rank has never joined a group."""
+        problem = self.ranks[number].problem
+        return not self.ranks[number].opened and not problem and not self._has_formed_group(number)
+
+    def _has_formed_group(self, number: int) -> bool:
+        """Return whether other ranks recorded a fully formed group with this rank as a member."""
+        return any(
+            number in self.get_group_ranks(group).values()
+            for rank in self.ranks.values()
+            for index, group in enumerate(rank.groups)
+            if group.sequence
+            or any(
+                o.group == index and o.kind == "join" and o.outcome == "ok" for o in rank.history
+            )
+        )
+
+    def is_on_other_host(self, number: int) -> bool:
+        """Return whether a rank is probably on another host: it left no trace on this one."""
+        rank = self.ranks[number]
+        return self.job.hosts > 1 and not (rank.opened or rank.pid or rank.problem)
+
+    def find_exception(self) -> str:
+        """Return the exception of the rank whose operation failed first, or of a notified rank."""
+        first = [self.first_failure.rank] if self.first_failure is not None else []
+        notified = [rank for rank in self.ranks.values() if get_phalanx_error(rank)]
+        return next((rank.exception for rank in (*first, *notified) if rank.exception), "")
+
     # The moment.
 
     def _find_failures(self) -> dict[int, FailedOperation]:
@@ -263,7 +332,7 @@ class WaitForGraph:
     def _find_current_operation(self, number: int) -> Operation | None:
         rank = self.ranks[number]
         cut = (o for o in rank.history if o.begin <= self.moment <= o.end)
-        candidates = [o for o in chain(rank.open, cut) if _blocks(o) and o.begin <= self.moment]
+        candidates = [o for o in chain(rank.open, cut) if o.is_blocking and o.begin <= self.moment]
         if rank.ending == "failed" and rank.ended <= self.moment:
             # The main thread raised, so it was not blocked by operations of other threads.
             candidates = [operation for operation in candidates if not operation.thread]
@@ -321,20 +390,6 @@ class WaitForGraph:
         # Only a formed group has an identity.
         formed = (own for own in rank.groups if own.identity and not own.left)
         return any(own.name == group.name and own.size == group.size for own in formed)
-
-
-def get_group(rank: Rank, operation: Operation) -> Group | None:
-    """Return the group of an operation, as its rank recorded it; None if it did not."""
-    known = 0 <= operation.group < len(rank.groups)
-    return rank.groups[operation.group] if known else None
-
-
-def _blocks(operation: Operation) -> bool:
-    """Return whether an operation blocks its rank.
-
-    A message may be posted long before the rank waits for it.
-    """
-    return not operation.is_message or operation.waiting_for >= 0 or operation.peer < 0
 
 
 def _has_continued(rank: Rank, failed: Operation) -> bool:

@@ -16,14 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.observe.diagnosis import WaitForGraph
-from phalanx.observe.escape import escape
-from phalanx.observe.explain.formatting import (
+from phalanx.observe.diagnosis.formatting import (
     describe_other_jobs,
     format_call_site,
     format_duration,
     format_ranks,
 )
-from phalanx.observe.explain.pending_calls import format_call_lines
+from phalanx.observe.diagnosis.pending_calls import format_call_lines
+from phalanx.observe.escape import escape
 from phalanx.observe.wait_time import is_inactive
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.observe.diagnosis.exit_reasons import ExitStatus, determine_exit
-from phalanx.observe.diagnosis.wait_for_graph import get_group
-from phalanx.observe.explain.formatting import get_last_step
+from phalanx.observe.diagnosis.formatting import get_last_step
+from phalanx.observe.model import get_group
 from phalanx.observe.wait_time import (
     GroupRanks,
     find_covered_begin,
@@ -348,7 +348,11 @@ def _measure_step_rate(reports: Sequence[Report], now: int, window: int) -> floa
 
 
 def _find_activity(rank: Rank, now: int, group_ranks: GroupRanks) -> Activity:
-    current = min(filter(_blocks, rank.open), key=_get_importance, default=None)
+    current = min(
+        (operation for operation in rank.open if operation.is_blocking),
+        key=_get_importance,
+        default=None,
+    )
     posted = [operation.begin for operation in rank.open if operation is not current]
     shown = current or rank.last
     if shown is None:
@@ -365,14 +369,6 @@ def _find_activity(rank: Rank, now: int, group_ranks: GroupRanks) -> Activity:
         waits_for=get_global_rank(rank, shown, shown.waiting_for, group_ranks) if current else -1,
         num_other_operations=len(posted),
     )
-
-
-def _blocks(operation: Operation) -> bool:
-    """Return whether an operation blocks its rank.
-
-    A message may be posted long before the rank waits for it.
-    """
-    return not operation.is_message or operation.waiting_for >= 0 or operation.peer < 0
 
 
 def _get_importance(operation: Operation) -> tuple[bool, bool, int]:

@@ -6,8 +6,8 @@ import os
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from phalanx.observe.diagnosis.wait_for_graph import get_group
 from phalanx.observe.escape import escape
+from phalanx.observe.model import get_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

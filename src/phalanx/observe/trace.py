@@ -1,0 +1,512 @@
+"""A timeline of all ranks of a job: the file that `phalanx trace` writes, for ui.perfetto.dev.
+
+A timeline arranges the operations of a rank on tracks, independently of the file format. Slices of
+a track never overlap. Messages of a rank may overlap, as may operations of several groups or of
+several threads of the script. They are spread over as many tracks of the same name as needed, which
+viewers draw as one. Operations with impossible times, as in a damaged flight recorder, are omitted
+and counted.
+
+The format is Perfetto's TrackEvent in protobuf, written with Perfetto's Python package (the extra
+"trace"). Each rank is a process in the trace, and a packet sequence with interned strings, so that
+each text is written once. Times are those of the host's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
+
+from phalanx.errors import UsageError
+from phalanx.observe.diagnosis.exit_reasons import ExitStatus, determine_exit, get_last_record_time
+from phalanx.observe.escape import escape
+from phalanx.observe.model import get_group
+from phalanx.observe.wait_time import (
+    GroupRanks,
+    get_global_rank,
+    get_wait_interval,
+    is_inactive,
+    map_group_ranks,
+)
+from phalanx.system.signals import signal_name
+
+if TYPE_CHECKING:
+    from phalanx.observe.model import Job, Operation, Rank
+
+__all__ = ["OperationCounts", "Timeline", "build_timeline", "check", "write"]
+
+_WAITING = "waiting"
+"""The category of slices that show an operation's wait for peers."""
+
+_GROUP_THREAD = 1
+"""The number of a group's thread in a recorder; all other numbers are threads of the script."""
+
+_SLACK = 60 * 10**9
+"""Nanoseconds by which a plausible time may be later than the reading of the job."""
+
+_LATEST = 1 << 62
+"""An upper limit for valid clock values, in nanoseconds."""
+_FIRST_SUBSTITUTE_PID = 1 << 30
+"""The first of the process numbers for ranks without a unique pid; no pid is this large."""
+
+_Value = str | int
+
+
+@dataclass(frozen=True)
+class Slice:
+    """An operation, or the wait within an operation.
+
+    Attributes:
+        name: The label of the slice.
+        category: "collective", "message", "joining" or "waiting".
+        begin: The begin, in nanoseconds of the monotonic clock.
+        end: The end, likewise; None if it is under way, and no end of its rank is known.
+        arguments: The details that a viewer shows on selection.
+        within: The wait within the operation: empty, or one slice.
+        flow: An id that the slices of one collective share on all ranks; 0 for none.
+    """
+
+    name: str
+    category: str
+    begin: int
+    end: int | None
+    arguments: Mapping[str, _Value]
+    within: tuple[Slice, ...] = ()
+    flow: int = 0
+
+
+@dataclass(frozen=True)
+class Track:
+    """A track: slices in order that do not overlap."""
+
+    name: str
+    slices: Sequence[Slice]
+
+
+@dataclass(frozen=True)
+class Counter:
+    """A quantity over time, as pairs of time in nanoseconds and value."""
+
+    name: str
+    values: Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Instant:
+    """An event of a rank at a point in time."""
+
+    name: str
+    time: int
+    arguments: Mapping[str, _Value]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The timeline of one rank.
+
+    Attributes:
+        rank: The number of the rank in the job.
+        pid: The pid of its process; 0 if it left no trace.
+        tracks: The tracks: the main thread, other threads of the script, groups' threads, messages.
+        counters: The steps and losses given to `phalanx.report`.
+        instants: The opening of its flight recorder, and its end.
+        earlier: The number of operations that its flight recorder no longer holds.
+        impossible: The number of operations omitted because their times are impossible.
+    """
+
+    rank: int
+    pid: int
+    tracks: tuple[Track, ...]
+    counters: tuple[Counter, ...]
+    instants: tuple[Instant, ...]
+    earlier: int
+    impossible: int
+
+    @property
+    def slices(self) -> int:
+        """The number of operations on the timeline."""
+        return sum(len(track.slices) for track in self.tracks)
+
+
+@dataclass(frozen=True)
+class OperationCounts:
+    """The numbers of a rank's operations that were written or omitted; see `Timeline`."""
+
+    rank: int
+    operations: int
+    earlier: int
+    impossible: int
+
+
+def check() -> None:
+    """Check that Perfetto's package can be imported.
+
+    Raises:
+        UsageError: It is missing, or its protobuf is too old; the message says what to install.
+    """
+    try:
+        import perfetto.trace_builder.proto_builder  # noqa: F401
+    except Exception as error:
+        raise UsageError(
+            f"phalanx trace needs Perfetto's Python package, which cannot be imported ({error}): "
+            'install it with pip install "phalanx[trace]"'
+        ) from error
+
+
+def write(job: Job, file: IO[bytes]) -> Iterator[OperationCounts]:
+    """Write the timeline of a job, one rank for each step of the iterator.
+
+    Args:
+        job: The job, read with its whole history.
+        file: A binary file, which is written sequentially.
+
+    Raises:
+        UsageError: Perfetto's package cannot be imported.
+        OSError: The file cannot be written.
+    """
+    check()
+    group_ranks = map_group_ranks(job)
+    pids = _assign_pids(job)
+    file.write(_build_job_packets(job))
+    for number, rank in enumerate(job.ranks):
+        timeline = build_timeline(rank, job, group_ranks)
+        file.write(_Sequence(number, pids[number]).packets(timeline))
+        yield OperationCounts(timeline.rank, timeline.slices, timeline.earlier, timeline.impossible)
+
+
+def build_timeline(rank: Rank, job: Job, group_ranks: GroupRanks) -> Timeline:
+    """Arrange the operations of one rank of a job; `group_ranks` is from `map_group_ranks`."""
+    status = determine_exit(rank, job)
+    operations_by_track: dict[tuple[int, str], list[Operation]] = {}
+    impossible = 0
+    for operation in (*rank.history, *rank.open):
+        if _is_possible(operation, job.now + _SLACK):
+            operations_by_track.setdefault(_identify_track(rank, operation), []).append(operation)
+        else:
+            impossible += 1
+    last = status.time if is_inactive(status) and 0 < status.time <= job.now + _SLACK else None
+    tracks: list[Track] = []
+    for (_, name), operations in sorted(operations_by_track.items()):
+        tracks += [
+            Track(name, [_build_slice(rank, one, group_ranks, last, job.now) for one in row])
+            for row in _split_overlapping(operations)
+        ]
+    return Timeline(
+        rank=rank.rank,
+        pid=rank.pid,
+        tracks=tuple(tracks),
+        counters=_build_counters(rank, job.now + _SLACK),
+        instants=tuple(
+            one for one in _list_instants(rank, status) if 0 < one.time <= job.now + _SLACK
+        ),
+        earlier=max(rank.operations - len(rank.history) - len(rank.open), 0),
+        impossible=impossible,
+    )
+
+
+def _assign_pids(job: Job) -> list[int]:
+    """Return a unique process number for each rank; viewers merge ranks with equal numbers."""
+    seen: set[int] = set()
+    found = []
+    for number, rank in enumerate(job.ranks):
+        pid = (
+            rank.pid
+            if 0 < rank.pid < _FIRST_SUBSTITUTE_PID and rank.pid not in seen
+            else _FIRST_SUBSTITUTE_PID + number
+        )
+        seen.add(pid)
+        found.append(pid)
+    return found
+
+
+def _build_job_packets(job: Job) -> bytes:
+    """Return the packets of no single rank: clocks, the order of ranks, the timeline's end."""
+    from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as protos
+    from perfetto.trace_builder.proto_builder import TraceProtoBuilder
+
+    builder = TraceProtoBuilder()
+    clock = next((rank.clock for rank in job.ranks if rank.clock), 0)
+    end = _find_end(job)
+    if 0 < clock < _LATEST:
+        relation = builder.add_packet().clock_snapshot
+        relation.primary_trace_clock = protos.BUILTIN_CLOCK_MONOTONIC
+        relation.clocks.add(clock_id=protos.BUILTIN_CLOCK_MONOTONIC, timestamp=end)
+        relation.clocks.add(clock_id=protos.BUILTIN_CLOCK_REALTIME, timestamp=end + clock)
+    root = builder.add_packet().track_descriptor
+    root.uuid = 0
+    root.process_ordering = protos.TrackDescriptor.PROCESS_ORDERING_EXPLICIT
+    track = builder.add_packet().track_descriptor
+    track.uuid = 1
+    track.name = "job"
+    packet = builder.add_packet()
+    packet.timestamp = end
+    packet.trusted_packet_sequence_id = 1
+    packet.track_event.type = protos.TrackEvent.TYPE_INSTANT
+    packet.track_event.track_uuid = 1
+    packet.track_event.name = "read while running" if job.running else "ended"
+    serialized: bytes = builder.serialize()
+    return serialized
+
+
+def _find_end(job: Job) -> int:
+    """Return the end of a job's timeline: now if it is running, else the end of its last rank."""
+    if job.running:
+        return job.now
+    signs = [max(get_last_record_time(rank), determine_exit(rank, job).time) for rank in job.ranks]
+    believed = [time for time in signs if time <= job.now + _SLACK]
+    return max(believed, default=job.now)
+
+
+class _Sequence:
+    """The packet sequence of one rank, with its interned strings."""
+
+    def __init__(self, number: int, pid: int) -> None:
+        from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as protos
+        from perfetto.trace_builder.proto_builder import TraceProtoBuilder
+
+        self._protos = protos
+        self._builder = TraceProtoBuilder()
+        self._number = number + 2  # 1 is the job's
+        self._pid = pid
+        self._texts: dict[str, dict[str, int]] = {}
+        self._tracks = itertools.count((number + 2) << 32)
+
+    def packets(self, timeline: Timeline) -> bytes:
+        """Return all packets of a rank's timeline, serialized."""
+        process = next(self._tracks)
+        self._first(process, timeline)
+        for instant in timeline.instants:
+            self._instant(process, instant)
+        for lane in timeline.tracks:
+            track = self._track(process, lane.name)
+            for part in lane.slices:
+                self._slice(track, part)
+        for counter in timeline.counters:
+            self._counter(process, counter)
+        serialized: bytes = self._builder.serialize()
+        return serialized
+
+    def _first(self, process: int, timeline: Timeline) -> None:
+        packet = self._packet()
+        packet.sequence_flags |= self._protos.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
+        packet.track_descriptor.uuid = process
+        packet.track_descriptor.sibling_order_rank = timeline.rank
+        packet.track_descriptor.process.pid = self._pid
+        packet.track_descriptor.process.process_name = f"rank {timeline.rank}"
+
+    def _packet(self, time: int | None = None) -> Any:
+        packet = self._builder.add_packet()
+        packet.trusted_packet_sequence_id = self._number
+        packet.sequence_flags = self._protos.TracePacket.SEQ_NEEDS_INCREMENTAL_STATE
+        if time is not None:
+            packet.timestamp = time
+        return packet
+
+    def _track(self, process: int, name: str) -> int:
+        descriptor = self._packet().track_descriptor
+        descriptor.uuid = next(self._tracks)
+        descriptor.parent_uuid = process
+        descriptor.name = name
+        uuid: int = descriptor.uuid
+        return uuid
+
+    def _slice(self, track: int, part: Slice) -> None:
+        packet = self._event(part.begin, track, self._protos.TrackEvent.TYPE_SLICE_BEGIN)
+        event = packet.track_event
+        event.name_iid = self._text(packet, "event_names", part.name)
+        event.category_iids.append(self._text(packet, "event_categories", part.category))
+        if part.flow:
+            event.flow_ids.append(part.flow)
+        self._annotate(packet, part.arguments)
+        for inner in part.within:
+            self._slice(track, inner)
+        if part.end is not None:
+            self._event(part.end, track, self._protos.TrackEvent.TYPE_SLICE_END)
+
+    def _instant(self, track: int, instant: Instant) -> None:
+        packet = self._event(instant.time, track, self._protos.TrackEvent.TYPE_INSTANT)
+        packet.track_event.name = instant.name
+        self._annotate(packet, instant.arguments)
+
+    def _counter(self, process: int, counter: Counter) -> None:
+        descriptor = self._packet().track_descriptor
+        descriptor.uuid = next(self._tracks)
+        descriptor.parent_uuid = process
+        descriptor.name = counter.name
+        descriptor.counter.SetInParent()
+        for time, value in counter.values:
+            packet = self._event(time, descriptor.uuid, self._protos.TrackEvent.TYPE_COUNTER)
+            packet.track_event.double_counter_value = value
+
+    def _event(self, time: int, track: int, kind: int) -> Any:
+        packet = self._packet(time)
+        packet.track_event.type = kind
+        packet.track_event.track_uuid = track
+        return packet
+
+    def _annotate(self, packet: Any, arguments: Mapping[str, str | int]) -> None:
+        for name, value in arguments.items():
+            annotation = packet.track_event.debug_annotations.add()
+            annotation.name_iid = self._text(packet, "debug_annotation_names", name)
+            if isinstance(value, str):
+                annotation.string_value_iid = self._text(
+                    packet, "debug_annotation_string_values", value
+                )
+            else:
+                annotation.int_value = value
+
+    def _text(self, packet: Any, table: str, text: str) -> int:
+        """Return the id of a text in an interning table; add a new text to the packet."""
+        known = self._texts.setdefault(table, {})
+        number = known.get(text)
+        if number is None:
+            number = known[text] = len(known) + 1
+            entry = getattr(packet.interned_data, table).add()
+            entry.iid = number
+            if table == "debug_annotation_string_values":
+                entry.str = text.encode()
+            else:
+                entry.name = text
+        return number
+
+
+def _is_possible(operation: Operation, limit: int) -> bool:
+    if not 0 < operation.begin <= limit:
+        return False
+    return operation.end == 0 or operation.begin <= operation.end <= limit
+
+
+def _identify_track(rank: Rank, operation: Operation) -> tuple[int, str]:
+    """Return the position and the name of the track for an operation."""
+    if operation.is_message:
+        return 3, "messages"
+    if operation.thread != _GROUP_THREAD:
+        return (1, "other threads") if operation.thread else (0, "caller's thread")
+    name = _get_group_name(rank, operation)
+    return 2, f"group's thread: {name}" if name and len(rank.groups) > 1 else "group's thread"
+
+
+def _get_group_name(rank: Rank, operation: Operation) -> str:
+    group = get_group(rank, operation)
+    return "" if group is None else escape(group.name)
+
+
+def _split_overlapping(operations: Sequence[Operation]) -> list[list[Operation]]:
+    """Spread operations over the minimum number of rows in which none of them overlap."""
+    rows: list[list[Operation]] = []
+    busy: list[tuple[float, int]] = []
+    free: list[int] = []
+    for operation in sorted(operations, key=lambda one: (one.begin, one.end or math.inf)):
+        while busy and busy[0][0] <= operation.begin:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if not free:
+            heapq.heappush(free, len(rows))
+            rows.append([])
+        row = heapq.heappop(free)
+        rows[row].append(operation)
+        heapq.heappush(busy, (operation.end or math.inf, row))
+    return rows
+
+
+def _build_slice(
+    rank: Rank, operation: Operation, group_ranks: GroupRanks, last: int | None, now: int
+) -> Slice:
+    """Build the slice of an operation; an operation under way ends with its rank, at `last`."""
+    end = operation.end or (None if last is None else max(last, operation.begin))
+    failed = operation.outcome not in ("", "ok")
+    name = escape(operation.kind, 40)
+    return Slice(
+        name=f"{name}: {escape(operation.outcome, 40)}" if failed else name,
+        category=_get_category(operation),
+        begin=operation.begin,
+        end=end,
+        arguments=_list_arguments(rank, operation, group_ranks),
+        within=_build_wait(rank, operation, group_ranks, end, now),
+        flow=_get_flow(rank, operation),
+    )
+
+
+def _get_category(operation: Operation) -> str:
+    if operation.is_message:
+        return "message"
+    return "joining" if operation.kind == "join" else "collective"
+
+
+def _build_wait(
+    rank: Rank, operation: Operation, group_ranks: GroupRanks, end: int | None, now: int
+) -> tuple[Slice, ...]:
+    still = not operation.end and operation.waiting_for >= 0
+    begin, until = get_wait_interval(operation, end or now)
+    if not still and until <= begin:
+        return ()
+    peer = get_global_rank(rank, operation, operation.waiting_for, group_ranks)
+    name = f"waiting for rank {peer}" if peer >= 0 else "waiting"
+    return (Slice(name, _WAITING, begin, end if still else until, {}),)
+
+
+def _list_arguments(rank: Rank, operation: Operation, group_ranks: GroupRanks) -> dict[str, _Value]:
+    partner = "peer" if operation.is_message else "root"
+    found: dict[str, _Value] = {
+        "operation": operation.number,
+        "group": _get_group_name(rank, operation),
+        "tag" if operation.is_message else "sequence": operation.sequence,
+        "dtype": escape(operation.dtype, 40),
+        "elements": operation.count if operation.dtype else "",
+        "op": escape(operation.op, 40),
+        partner: get_global_rank(rank, operation, operation.peer, group_ranks)
+        if operation.peer >= 0
+        else "",
+        "call site": escape(operation.site),
+        "outcome": escape(operation.outcome, 40) if operation.end else "under way",
+        "waited ns": operation.waited,
+    }
+    return {name: _fit_value(value) for name, value in found.items() if value != ""}
+
+
+def _fit_value(value: _Value) -> _Value:
+    return value if isinstance(value, str) or abs(value) < 1 << 63 else str(value)
+
+
+def _get_flow(rank: Rank, operation: Operation) -> int:
+    """Return an id for a collective that is equal on all of its ranks; 0 for a message."""
+    group = get_group(rank, operation)
+    if group is None or operation.is_message or operation.sequence <= 0:
+        return 0
+    return (group.identity * 0x9E3779B97F4A7C15 + operation.sequence) % 2**64
+
+
+def _build_counters(rank: Rank, limit: int) -> tuple[Counter, ...]:
+    reports = [report for report in rank.reports if 0 < report.time <= limit]
+    steps = [(report.time, float(report.step)) for report in reports if report.step >= 0]
+    losses = [
+        (report.time, report.loss)
+        for report in reports
+        if report.loss is not None and math.isfinite(report.loss)
+    ]
+    found = (Counter("step", steps), Counter("loss", losses))
+    return tuple(counter for counter in found if counter.values)
+
+
+def _list_instants(rank: Rank, status: ExitStatus) -> Iterator[Instant]:
+    yield Instant(
+        "flight recorder opened", rank.opened, {"pid": rank.pid, "host": escape(rank.host)}
+    )
+    if is_inactive(status):
+        arguments: dict[str, _Value] = {"pid": rank.pid, "exception": escape(rank.exception, 1000)}
+        yield Instant(_describe_exit(status), status.time or get_last_record_time(rank), arguments)
+
+
+def _describe_exit(status: ExitStatus) -> str:
+    if status.reason == "killed" and status.code is not None:
+        return f"killed by {signal_name(-status.code)}"
+    if status.reason == "exited":
+        return f"exited with code {status.code}"
+    labels = {
+        "completed": "ended",
+        "launcher": "stopped by its launcher",
+        "vanished": "disappeared",
+    }
+    return labels.get(status.reason, status.reason)
