@@ -99,6 +99,7 @@ def test_the_ranks_of_a_job(network: Network, tmp_path: Path) -> None:
     assert "not fit: " in text
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("library", mpi.LIBRARIES)
 def test_ranks_of_mpirun(library: str, tmp_path: Path) -> None:
     """MPI sets their ranks, and the store of rank 0 outlives the answers of the others."""
@@ -163,6 +164,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_a_network_that_drops_large_packets() -> None:
     """As in a tunnel with a smaller MTU than that of the interfaces, without notification."""
     if MISSING or os.geteuid() != 0:

@@ -41,6 +41,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scenario", EXPECTED)
 def test_the_root_cause_is_named(tmp_path: Path, scenario: str) -> None:
     script = tmp_path / "script.py"

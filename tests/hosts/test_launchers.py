@@ -94,6 +94,7 @@ def test_success(start: Start) -> None:
     ] * 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("host", (0, 1))
 def test_a_failed_rank_ends_all_hosts(start: Start, host: int) -> None:
     """Even if no rank waits for another one."""
@@ -145,6 +146,7 @@ def test_hosts_with_different_nnodes(start: Start) -> None:
         assert "pass the same value on all hosts" in err
 
 
+@pytest.mark.slow
 def test_absent_hosts(start: Start) -> None:
     """Both sides give up within the given time."""
     options = ("--rdzv-conf", "timeout=3")

@@ -116,6 +116,7 @@ def test_transport(under_mpirun: MpiRanks, function: object) -> None:
     under_mpirun.run(2, function, cases.fresh_seed())  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("hosts", ("aabb", "abac"))
 def test_random_operations(under_mpirun: MpiRanks, hosts: str) -> None:
     """All kinds, dtypes and sizes, in overlapping groups, with messages beside them."""
@@ -310,6 +311,7 @@ def network() -> Iterator[Network]:
         yield network
 
 
+@pytest.mark.slow
 def test_training_on_two_hosts(network: Network, repository: Path, tmp_path: Path) -> None:
     """Two real hosts of two ranks, started by one mpirun, compute the losses of one rank."""
     ssh = tmp_path / "ssh"
@@ -369,6 +371,7 @@ MPI_URL = "import torch.distributed as d; d.init_process_group('phalanx', init_m
 START_MPI = "from phalanx.transports.mpi import get_progress_thread; get_progress_thread(10)"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("script", "environment", "message"),
     [

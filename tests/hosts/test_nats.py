@@ -100,6 +100,7 @@ def test_the_conformance_suite(nats: NatNetwork, tmp_path: Path) -> None:
     assert text.count("all_pairs 4 passed") == 4, text
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * LIMIT)
 def test_the_example_trains(nats: NatNetwork, repository: Path, tmp_path: Path) -> None:
     """The losses equal those of one host."""

@@ -153,6 +153,7 @@ def test_a_severed_link(script: Path) -> None:
             assert len(caught) == 2, job.text(host)
 
 
+@pytest.mark.slow
 def test_a_link_that_is_too_slow(script: Path) -> None:
     """Data arrives too slowly; at the deadline, all ranks name the ranks that they wait for."""
     if MISSING or os.geteuid() != 0:

@@ -18,6 +18,7 @@ from tests.soak.rank import soak
 LAYOUTS = ("aabb", "abab", "aab", "abcb", "ab", "abc", "aabbcc")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("hosts", LAYOUTS)
 def test_random_operations(ranks: RankServer, hosts: str) -> None:
     """All kinds, dtypes and sizes, in overlapping groups, with messages beside them."""

@@ -41,6 +41,7 @@ def test_simulated_hosts(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -210,6 +210,7 @@ def kill_a_remote_launcher(shell: Shell, process: subprocess.Popen[str]) -> tupl
     return 1, LOST
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "end", (interrupt, break_connection, kill_the_local_launcher, kill_a_remote_launcher)
 )

@@ -68,6 +68,7 @@ def find_ranks(parent: int, system: str) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_every_system_is_measured_stored_and_plotted(tmp_path: Path) -> None:
     result = bench(
         *("--op", "all_reduce,send_recv", "--sizes", "4,64KiB", "--rounds", "2"),
@@ -106,6 +107,7 @@ def test_every_operation_gives_the_expected_result(tmp_path: Path) -> None:
         assert set(measured["timings"]) == {"phalanx", "gloo", "openmpi"}, measured
 
 
+@pytest.mark.slow
 def test_algorithms_are_measured_beside_those_of_the_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,6 +141,7 @@ def run_on_cores(cores: int, function: Callable[..., None], *arguments: object) 
     return concurrent
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("world_size", "cores"), [(1, 1), (2, 1), (3, 1), (4, 1), (3, 64)])
 def test_equals_plain_synchronous_sgd_bit_for_bit(
     ranks: RankServer, world_size: int, cores: int, seed: int

@@ -268,6 +268,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ("spawn", "fork"))
 @pytest.mark.parametrize("fail", ("fail", "end"))
 def test_processes_started_by_multiprocessing(
@@ -302,6 +303,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", ("none", "1"))
 def test_torchrun(jobs: Path, tmp_path: Path, victim: str) -> None:
     (tmp_path / "script.py").write_text(TORCHRUN)

@@ -96,6 +96,7 @@ print("results", phalanx.launch(rank, 2, (1,), timeout=50))
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("source", ["script", "command", "stdin", "repl"])
 def test_launch_needs_no_main_guard_and_no_file(source, tmp_path):
     if source == "script":

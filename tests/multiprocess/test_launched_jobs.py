@@ -144,6 +144,7 @@ def test_a_failed_run_is_kept_and_explained(command: Command, jobs: Path) -> Non
     assert list(jobs.iterdir()) == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_is_kept(command: Command, number: signal.Signals) -> None:
     run = command.start("run", "--nproc-per-node", 2, command.script(WAIT_FOR_GO))

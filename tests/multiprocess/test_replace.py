@@ -131,6 +131,7 @@ def run(path: Path, script: str, *options: str) -> tuple[int, str, str]:
     return result.returncode, result.stdout, result.stderr
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("names", "script", "said"),
     [

@@ -77,6 +77,7 @@ def rendezvous_options(backend_name: str, port: int, host: int, restarts: int) -
     return f"{endpoint} --node-rank {host}"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("backend_name", "backend"), [("static", "phalanx"), ("c10d", "gloo")])
 def test_ranks_of_all_hosts_restart(
     start: Start, port: int, backend_name: str, backend: str
@@ -96,6 +97,7 @@ def test_ranks_of_all_hosts_restart(
         assert err.count("was killed by SIGKILL") == 2, err
 
 
+@pytest.mark.slow
 def test_exhausted_restarts(start: Start, port: int) -> None:
     """All hosts have the same count, even if the ranks of one only waited."""
     launchers = [
@@ -145,6 +147,7 @@ def wait_for_attempt(process: subprocess.Popen[str], size: int) -> int:
     return pytest.fail(f"{size} ranks did not start: {process.communicate()}")
 
 
+@pytest.mark.slow
 def test_hosts_that_leave_and_join(start: Start, port: int, tmp_path: Path) -> None:
     """One host is killed and the other continues; a third joins, and leaves on SIGTERM."""
     (tmp_path / "progress").write_text("0")
@@ -194,6 +197,7 @@ def test_hosts_that_leave_and_join(start: Start, port: int, tmp_path: Path) -> N
     assert stopped.endswith(": stopped by SIGTERM")
 
 
+@pytest.mark.slow
 def test_a_host_killed_during_the_rendezvous(
     start: Start, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +228,7 @@ def test_a_host_killed_during_the_rendezvous(
         ), err
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend_name", ["static", "c10d"])
 def test_ctrl_c_ends_all_hosts_despite_remaining_restarts(
     start: Start, port: int, backend_name: str

@@ -87,6 +87,7 @@ def launcher_lines(err):
     return lines[: lines.index("")] if "" in lines else lines
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("nprocs", [1, 2, 4])
 def test_ranks_form_a_group(phalanx, script, nprocs):
     name = script(
@@ -141,6 +142,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("action", "code", "headline", "detail"),
     [
@@ -202,6 +204,7 @@ time.sleep(50)
     assert launcher_lines(err)[-1] == "  stopped because of it: rank 1"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_rank_outlives_the_agent(phalanx, script, number):
     name = script("import time\nprint('pid', os.getpid())\ntime.sleep(50)\n")

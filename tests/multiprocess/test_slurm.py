@@ -210,6 +210,7 @@ def test_a_step_of_one_task_needs_no_network(tmp_path: Path) -> None:
     assert (code, out) == (0, "0 1\n"), err
 
 
+@pytest.mark.slow
 def test_processes_outside_a_step(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

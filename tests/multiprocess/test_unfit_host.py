@@ -39,6 +39,7 @@ def can_hide_proc() -> bool:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("reason", UNFIT_HOSTS)
 def test_an_unfit_host_is_one_error(command: str, reason: str, tmp_path: Path, jobs: Path) -> None:
