@@ -379,7 +379,7 @@ def test_help_does_not_import_torch():
         "finally:\n    print('torch' in sys.modules)"
     )
     for arguments, words in (
-        (["--help"], ["run", "Commands", "look at jobs"]),
+        (["--help"], ["run", "Commands", "inspect jobs"]),
         (
             ["run", "--help"],
             ["--nproc-per-node 4 train.py", "--max-restarts", "[rank N]", "phalanx explain"],
