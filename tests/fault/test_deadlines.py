@@ -171,12 +171,16 @@ def queue_behind_another() -> None:
     """Queue an operation behind one whose deadline passes: both fail for that reason."""
     if rank_0_stays_away():
         return
-    first = dist.all_reduce(ones(3), async_op=True)
-    second = dist.all_reduce(ones(4), async_op=True)
-    times_out(second.wait, SECONDS, "all_reduce #2 float32[3]")
+    works: list[dist.Work] = []
+
+    def wait_for_second() -> None:
+        works.extend(dist.all_reduce(ones(size), async_op=True) for size in (3, 4))
+        works[1].wait()
+
+    times_out(wait_for_second, SECONDS, "all_reduce #2 float32[3]")
     with pytest.raises(CollectiveTimeout, match="waited for rank 0"):
-        first.wait()
-    for work in (first, second):
+        works[0].wait()
+    for work in works:
         assert isinstance(work.exception(), CollectiveTimeout)
 
 
