@@ -82,12 +82,12 @@ def test_a_wrong_result_is_found(ranks: RankServer) -> None:
     assert found, message
     assert int(found[2]) == seed
     assert "elements differ, the first at 0" in message
-    command = f"--kinds broadcast --ranks 2 --seed {seed} --first {found[1]} --operations 1"
+    command = f"--kinds broadcast --nproc-per-node 2 --seed {seed} --first {found[1]} --operations 1"
     assert f'make soak ARGS="{command}"' in message
 
 
 def test_the_command_line(repository: Path) -> None:
-    command = [sys.executable, "-m", "tests.soak", "--operations", "60", "--ranks", "2"]
+    command = [sys.executable, "-m", "tests.soak", "--operations", "60", "--nproc-per-node", "2"]
     ended = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert re.search(r"2 ranks: 60 operations in", ended.stdout)
@@ -97,8 +97,8 @@ def test_the_command_line(repository: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--ranks", "3-2", "'3-2': expected a number of ranks or a range"),
-        ("--kinds", "all_reduce,reduced", "reduced: expected some of all_reduce"),
+        ("--nproc-per-node", "3-2", "'3-2': expected a number of ranks or a range"),
+        ("--kinds", "all_reduce,reduced", "reduced: expected one or several of all_reduce"),
     ],
 )
 def test_wrong_options(option: str, value: str, message: str) -> None:
