@@ -82,7 +82,9 @@ def test_a_wrong_result_is_found(ranks: RankServer) -> None:
     assert found, message
     assert int(found[2]) == seed
     assert "elements differ, the first at 0" in message
-    command = f"--kinds broadcast --nproc-per-node 2 --seed {seed} --first {found[1]} --operations 1"
+    command = (
+        f"--kinds broadcast --nproc-per-node 2 --seed {seed} --first {found[1]} --operations 1"
+    )
     assert f'make soak ARGS="{command}"' in message
 
 
