@@ -40,7 +40,7 @@ class Connection:
         host: The host.
         hello: The host's `hello` message, with its versions; None until it arrives.
         end: The host's `end` message, with the outcome of its ranks; None until it arrives.
-        ended: The monotonic time in seconds at which `end` arrived or the connection was found
+        end_time: The monotonic time in seconds at which `end` arrived or the connection was found
             broken; 0 until then.
         started: True once the host has been told to start its ranks.
         stopped: True once the host has been told to stop its ranks.
