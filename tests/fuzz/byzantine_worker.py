@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from phalanx.rpc.codec.message import (
+from phalanx.rpc.message import (
     DTYPES,
     MAX_FRAME_SIZE,
     Kind,

@@ -11,7 +11,7 @@ import struct
 from pathlib import Path
 
 from phalanx.errors import PhalanxError
-from phalanx.rpc.codec.message import Kind, encode_frame
+from phalanx.rpc.message import Kind, encode_frame
 from phalanx.rpc.transport import auth, local
 
 __all__ = ["UnauthenticatedClients"]

@@ -21,7 +21,7 @@ from phalanx import rpc
 from phalanx.errors import PhalanxError
 from phalanx.rpc import workers
 from phalanx.rpc.agent import agent
-from phalanx.rpc.codec.message import Kind, encode_frame
+from phalanx.rpc.message import Kind, encode_frame
 from phalanx.rpc.transport import auth, local
 from tests.fuzz.attack import run_attack
 from tests.ranks import RankServer

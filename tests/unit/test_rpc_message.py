@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.rpc.codec.message import (
+from phalanx.rpc.message import (
     DTYPES,
     Kind,
     Malformed,

@@ -19,11 +19,11 @@ import torch
 
 from phalanx.errors import CallTimeout, PeerLost, PhalanxError, UsageError
 from phalanx.rpc.call_log import CallLog
-from phalanx.rpc.codec.message import Frames, Kind, Malformed, Message, TensorDescriptor, parse
-from phalanx.rpc.codec.pickling import set_autograd_hook
-from phalanx.rpc.event_loop.reactor import Reactor
-from phalanx.rpc.futures import CallFuture, PendingFuture
-from phalanx.rpc.message_codec import MessageCodec, TensorsUnavailable
+from phalanx.rpc.message import Frames, Kind, Malformed, Message, TensorDescriptor, parse
+from phalanx.rpc.pickling import set_autograd_hook
+from phalanx.rpc.event_loop import Reactor
+from phalanx.rpc.functions import CallFuture, PendingFuture
+from phalanx.rpc.codec import MessageCodec, TensorsUnavailable
 from phalanx.rpc.peer import Peer, notify_loss_listeners
 from phalanx.rpc.reference_counting import (
     OwnedValues,

@@ -18,7 +18,7 @@ import torch
 
 from phalanx.errors import UsageError
 from phalanx.rpc.agent import UNSET, agent, agent_or_none, seconds
-from phalanx.rpc.codec.message import Kind
+from phalanx.rpc.message import Kind
 from phalanx.rpc.workers import WorkerInfo
 
 if TYPE_CHECKING:

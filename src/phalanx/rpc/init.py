@@ -25,8 +25,8 @@ from phalanx.observe import exception_hook, recorder
 from phalanx.rpc import workers
 from phalanx.rpc.agent import Agent, agent, agent_or_none, set_agent
 from phalanx.rpc.autograd import graph
-from phalanx.rpc.codec.message import Kind
-from phalanx.rpc.futures import end_at_first_failure
+from phalanx.rpc.message import Kind
+from phalanx.rpc.functions import end_at_first_failure
 from phalanx.rpc.peer import Peer
 from phalanx.rpc.shared_memory.sender import ShmSender
 from phalanx.rpc.transport.auth import HANDSHAKE_TIMEOUT

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from phalanx.errors import PeerLost, PhalanxError
-from phalanx.rpc.event_loop.reactor import EventFd
-from phalanx.rpc.futures import PendingFuture
+from phalanx.rpc.event_loop import EventFd
+from phalanx.rpc.functions import PendingFuture
 from phalanx.rpc.transport import auth, local
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from phalanx.rpc.codec.message import TensorDescriptor
+    from phalanx.rpc.message import TensorDescriptor
     from phalanx.rpc.peer import Peer
 
 __all__ = ["OwnedValue", "OwnedValues", "RRefId", "RefCountDelta", "ReleaseNotifier", "UserRRef"]

@@ -10,8 +10,8 @@ import torch
 from phalanx.errors import CallTimeout, UsageError
 from phalanx.rpc import autograd, calls
 from phalanx.rpc.agent import UNSET, agent, agent_or_none, seconds
-from phalanx.rpc.codec.message import Kind
-from phalanx.rpc.codec.pickling import thread_local
+from phalanx.rpc.message import Kind
+from phalanx.rpc.pickling import thread_local
 from phalanx.rpc.functions import ASYNC_EXECUTION_MARK, FutureResult
 from phalanx.rpc.reference_counting import RefCountDelta, RRefId, UserRRef
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from phalanx.rpc.agent import Agent
-    from phalanx.rpc.futures import CallFuture
+    from phalanx.rpc.functions import CallFuture
     from phalanx.rpc.workers import WorkerInfo
 
 __all__ = ["RRef", "remote"]

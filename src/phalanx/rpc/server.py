@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from phalanx.errors import ArgumentTypeError, RemoteError, UsageError
-from phalanx.rpc.codec.message import ANSWERS, Kind, Malformed, Message, parse
+from phalanx.rpc.message import ANSWERS, Kind, Malformed, Message, parse
 from phalanx.rpc.functions import ASYNC_EXECUTION_MARK, FutureResult
 from phalanx.rpc.reference_counting import OwnedValue, RefCountDelta, RRefId
 from phalanx.rpc.shared_memory.sender import DeferredCopies
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from phalanx.rpc.call_log import CallLog
-    from phalanx.rpc.codec.message import Frames
-    from phalanx.rpc.event_loop.reactor import Reactor
-    from phalanx.rpc.message_codec import MessageCodec
+    from phalanx.rpc.message import Frames
+    from phalanx.rpc.event_loop import Reactor
+    from phalanx.rpc.codec import MessageCodec
     from phalanx.rpc.peer import Peer
     from phalanx.rpc.reference_counting import OwnedValues
     from phalanx.rpc.shared_memory.sender import ShmSender

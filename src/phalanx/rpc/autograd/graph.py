@@ -41,7 +41,7 @@ from phalanx.rpc.autograd.nodes import (
     sources,
     unpack_metadata,
 )
-from phalanx.rpc.codec.pickling import set_autograd_hook
+from phalanx.rpc.pickling import set_autograd_hook
 from phalanx.rpc.peer import add_loss_listener
 
 __all__ = [

@@ -19,13 +19,13 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from phalanx.rpc.codec.message import MAX_FRAME_SIZE
-from phalanx.rpc.event_loop.spin import SpinPolicy
+from phalanx.rpc.message import MAX_FRAME_SIZE
+from phalanx.rpc.event_loop import SpinPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from phalanx.rpc.codec.message import Frames
+    from phalanx.rpc.message import Frames
 
 __all__ = ["LocalConnection", "is_readable"]
 

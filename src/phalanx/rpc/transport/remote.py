@@ -16,12 +16,12 @@ import zmq
 from zmq.utils import z85
 
 from phalanx.key import derive
-from phalanx.rpc.codec.message import MAX_FRAME_SIZE
+from phalanx.rpc.message import MAX_FRAME_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from phalanx.rpc.codec.message import Frames
+    from phalanx.rpc.message import Frames
 
 __all__ = ["RemoteConnection", "RemoteContext", "RemoteDealer", "RemoteRouter"]
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ArgumentTypeError, UsageError
-from phalanx.rpc.codec.message import DTYPES
+from phalanx.rpc.message import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -23,7 +23,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from phalanx.rpc.event_loop.spin import SpinPolicy
+from phalanx.rpc.event_loop import SpinPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable

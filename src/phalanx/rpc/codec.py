@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.errors import PhalanxError, RemoteError, UsageError
-from phalanx.rpc.codec.message import (
+from phalanx.rpc.message import (
     ANSWERS,
     MAX_FRAME_SIZE,
     MAX_TENSORS,
@@ -22,7 +22,7 @@ from phalanx.rpc.codec.message import (
     encode_frame,
     span,
 )
-from phalanx.rpc.codec.pickling import PickleContext, deserialize, get_autograd_hook, serialize
+from phalanx.rpc.pickling import PickleContext, deserialize, get_autograd_hook, serialize
 from phalanx.rpc.shared_memory.receiver import (
     CopyFailure,
     CopyTimeout,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from phalanx.rpc.codec.message import Frames
+    from phalanx.rpc.message import Frames
     from phalanx.rpc.peer import Peer
     from phalanx.rpc.shared_memory.sender import DeferredCopies, ShmSender
 
