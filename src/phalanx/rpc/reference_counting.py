@@ -24,16 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from phalanx.rpc.message import TensorDescriptor
-    from phalanx.rpc.peer import Peer
-
-__all__ = ["OwnedValue", "OwnedValues", "RRefId", "RefCountDelta", "ReleaseNotifier", "UserRRef"]
+__all__ = ["OwnedValue", "OwnedValues", "RRefId", "RefCountDelta", "ReleaseNotifier"]
 
 _LOG = logging.getLogger("phalanx.rpc")
 _RETRY_SECONDS = 0.5
-
-Blocks = list[tuple[int, int]]
-"""Pairs of a segment's number and a block's number."""
 
 
 class RRefId(NamedTuple):
@@ -151,63 +145,22 @@ class OwnedValues:
                 value.complete(error=PhalanxError("this worker has left RPC"))
 
 
-class UserRRef:
-    """One reference of this worker to a value; the owner is notified when it is collected.
-
-    Each `RRef` has its own. A shared one could be found, by a weak reference, while it is being
-    collected, and its counts would then be lost. `fork_id` names the reference itself: the
-    worker that has it, and a number of that worker.
-    """
-
-    def __init__(
-        self,
-        rref_id: RRefId,
-        owner: int,
-        fork_id: RRefId,
-        on_release: Callable[[int, RefCountDelta], None],
-    ) -> None:
-        self.rref_id, self.owner, self.fork_id = rref_id, owner, fork_id
-        self._on_release = on_release
-
-    def __del__(self) -> None:
-        # This may run in any thread and at any point of it, so `on_release` only queues the change.
-        self._on_release(self.owner, RefCountDelta(self.rref_id, self.fork_id.created_on, -1))
-
-
 class ReleaseNotifier:
-    """A queue of notifications, each of which is retried until it can be sent.
+    """A queue of notifications to other workers, each of which is retried until it can be sent.
 
     Notifications may be queued anywhere, even in a garbage collection, so they are sent later.
 
     Args:
         wake: Makes a thread call `take_work`, and the function that it returns.
-        send_ref_count: Reports ended references to the owner of a value.
-        free_blocks: Tells a worker that blocks of its memory are free.
     """
 
-    def __init__(
-        self,
-        wake: Callable[[], None],
-        send_ref_count: Callable[[int, RefCountDelta], None],
-        free_blocks: Callable[[int, Blocks], None],
-    ) -> None:
-        self._wake, self._send_ref_count, self._free_blocks = (
-            wake,
-            send_ref_count,
-            free_blocks,
-        )
-        self._queue: deque[tuple[int, RefCountDelta | Blocks]] = deque()
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._queue: deque[tuple[int, Callable[[], None]]] = deque()
 
-    def queue_release(self, owner: int, delta: RefCountDelta) -> None:
-        """Queue a notification that references to a value of `owner` have ended."""
-        self._queue.append((owner, delta))
-        self._wake()
-
-    def queue_unmapped(self, peer: Peer, descriptors: list[TensorDescriptor]) -> None:
-        """Queue a notification to the owner of blocks that this worker could not map them."""
-        self._queue.append(
-            (peer.id, [(descriptor.segment, descriptor.block) for descriptor in descriptors])
-        )
+    def queue(self, worker: int, send: Callable[[], None]) -> None:
+        """Queue the function that sends a notification to a worker."""
+        self._queue.append((worker, send))
         self._wake()
 
     def take_work(self) -> Callable[[], None] | None:
@@ -220,17 +173,14 @@ class ReleaseNotifier:
     def _send(self) -> None:
         while self._queue:
             try:
-                worker, release = self._queue.popleft()
+                worker, send = self._queue.popleft()
             except IndexError:  # another thread was first
                 return
             try:
-                if isinstance(release, RefCountDelta):
-                    self._send_ref_count(worker, release)
-                else:
-                    self._free_blocks(worker, release)
+                send()
             except PhalanxError as error:
                 _LOG.warning("worker %d could not be notified of releases yet: %s", worker, error)
-                self._queue.appendleft((worker, release))
+                self._queue.appendleft((worker, send))
                 timer = threading.Timer(_RETRY_SECONDS, self._wake)
                 timer.daemon = True
                 timer.start()

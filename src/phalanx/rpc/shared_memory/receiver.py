@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from phalanx.rpc.message import DTYPES
 from phalanx.rpc.event_loop import SpinPolicy
+from phalanx.rpc.message import DTYPES
 from phalanx.rpc.shared_memory.layout import (
     FILLING,
     FLAGS,

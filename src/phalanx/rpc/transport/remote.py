@@ -1,8 +1,6 @@
 """Connections to workers on other hosts: encrypted ZeroMQ sockets with locks and size limits.
 
-CURVE rejects unauthenticated peers. The server's public key is derived from the job's key and is
-never sent. A peer that does not know the key gets no further than the first message of the
-handshake, and nothing that it sends reaches this package.
+Nothing that an unauthenticated peer sends reaches this package (`phalanx.system.curve`).
 """
 
 from __future__ import annotations
@@ -13,10 +11,10 @@ import time
 from typing import TYPE_CHECKING
 
 import zmq
-from zmq.utils import z85
 
 from phalanx.key import derive
 from phalanx.rpc.message import MAX_FRAME_SIZE
+from phalanx.system import curve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,16 +27,10 @@ _LINGER = 2_000
 """Milliseconds that sent messages have to go out after a socket is closed."""
 _HEARTBEAT_MILLISECONDS = 1_000
 _HEARTBEAT_TIMEOUT_MILLISECONDS = 5_000
-_HANDSHAKE_MILLISECONDS = 10_000
 _DRAIN_MILLISECONDS = 100
 _MAX_COPIED = 64 * 2**10
 _ENCRYPTION_OVERHEAD = 1024
 """The maximum number of bytes that encryption adds to a frame."""
-_FAILED_HANDSHAKES = (
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
 
 
 class RemoteContext:
@@ -51,34 +43,24 @@ class RemoteContext:
 
     def __init__(self, key: bytes, host: str) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._secret = z85.encode(derive(key, "rpc server"))
-        self._public = zmq.curve_public(self._secret)
-        self._client_public, self._client_secret = zmq.curve_keypair()
+        self._server = curve.make_key_pair(derive(key, "rpc server"))
+        self._client = curve.KeyPair(*zmq.curve_keypair())
         self.router = RemoteRouter(self, f"tcp://{host}:*")
 
     def socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         """Return a socket that connects only with peers that know the key."""
         socket = self.context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IPV6, address.startswith("tcp://["))
-        # The limit applies to the encrypted frame.
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_SIZE + _ENCRYPTION_OVERHEAD)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MILLISECONDS)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MILLISECONDS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MILLISECONDS)
-        # The pending calls bound the messages in transit, and none of these may be dropped.
-        # Receiving must not pause either: the heartbeats of a busy worker would be late.
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        if kind == zmq.ROUTER:
-            socket.curve_server = True
-            socket.curve_secretkey, socket.curve_publickey = self._secret, self._public
-        else:
-            socket.curve_serverkey = self._public
-            socket.curve_secretkey, socket.curve_publickey = (
-                self._client_secret,
-                self._client_public,
-            )
+        is_server = kind == zmq.ROUTER
+        # The limit applies to the encrypted frame. The pending calls bound the messages in transit.
+        curve.configure(
+            socket,
+            address,
+            self._server if is_server else self._client,
+            b"" if is_server else self._server.public,
+            max_size=MAX_FRAME_SIZE + _ENCRYPTION_OVERHEAD,
+            heartbeat=_HEARTBEAT_MILLISECONDS,
+            timeout=_HEARTBEAT_TIMEOUT_MILLISECONDS,
+        )
         return socket
 
     def close(self) -> None:
@@ -128,7 +110,7 @@ class RemoteRouter(_MonitoredSocket):
     """The maximum number of messages to receive before other work gets its turn."""
 
     def __init__(self, context: RemoteContext, address: str) -> None:
-        super().__init__(context, zmq.ROUTER, address, _FAILED_HANDSHAKES)
+        super().__init__(context, zmq.ROUTER, address, curve.HANDSHAKE_FAILURES)
         self._socket.bind(address)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
