@@ -12,7 +12,6 @@ import math
 import os
 import threading
 import time
-import traceback
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,12 @@ from phalanx.rpc.event_loop import Reactor
 from phalanx.rpc.functions import CallFuture
 from phalanx.rpc.message import Frames, Kind, Malformed, Message, TensorDescriptor, parse
 from phalanx.rpc.peer import Peer, PendingFuture
-from phalanx.rpc.reference_counting import OwnedValues, RefCountDelta, ReleaseNotifier
+from phalanx.rpc.reference_counting import (
+    OwnedValues,
+    RefCountDelta,
+    ReleaseNotifier,
+    clear_frames,
+)
 from phalanx.rpc.shared_memory.receiver import CopyTimeout
 from phalanx.rpc.shared_memory.sender import DeferredCopies, ShmSender
 from phalanx.rpc.transport.local import HANDSHAKE_TIMEOUT, LocalConnection, connect
@@ -43,7 +47,6 @@ __all__ = [
     "PendingCall",
     "agent",
     "agent_or_none",
-    "clear_frames",
     "seconds",
     "set_agent",
 ]
@@ -316,7 +319,7 @@ class Agent:
             self.mark_lost(peer)
             return
         if answers:
-            self.reactor.submit(*(partial(self._on_answer, peer, each) for each in answers))
+            self._submit_answers(peer, answers)
 
     def _flush(self, peer: Peer, connection: LocalConnection) -> None:
         try:
@@ -331,10 +334,13 @@ class Agent:
             self.reactor.unwatch(connection.fd)
             self.reactor.submit(partial(self.mark_lost, peer))
         else:
-            self.reactor.submit(*(partial(self._on_answer, peer, (each, [])) for each in messages))
+            self._submit_answers(peer, [(each, []) for each in messages])
 
     def _drain(self, peer: Peer, dealer: RemoteDealer) -> None:
-        self.reactor.submit(*(partial(self._on_answer, peer, each) for each in dealer.receive()))
+        self._submit_answers(peer, dealer.receive())
+
+    def _submit_answers(self, peer: Peer, answers: list[Frames]) -> None:
+        self.reactor.submit(*(partial(self._on_answer, peer, each) for each in answers))
 
     def _on_answer(self, peer: Peer, frames: Frames) -> None:
         message = self.parse(frames)
@@ -586,14 +592,3 @@ def seconds(timeout: float) -> float:
     if not isinstance(given, int | float) or not given >= 0:
         raise UsageError(f"timeout={timeout!r}: expected seconds, or 0 for no limit")
     return float(timeout) if timeout != float("inf") else 0.0
-
-
-def clear_frames(error: BaseException) -> BaseException:
-    """Return an exception that will be kept, after clearing the frames of its traceback.
-
-    Otherwise it would keep alive the objects that this thread worked on.
-    """
-    if error.__traceback__ is not None:
-        error.__traceback__ = error.__traceback__.tb_next
-    traceback.clear_frames(error.__traceback__)
-    return error

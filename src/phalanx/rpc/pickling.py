@@ -29,6 +29,8 @@ from phalanx.rpc.message import DTYPES
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from phalanx.rpc.peer import Peer
+
 __all__ = [
     "AutogradHook",
     "PickleContext",
@@ -45,20 +47,6 @@ _DTYPES = frozenset(DTYPES)
 _SPARSE = frozenset(
     (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 )
-
-
-class MessagePeer(Protocol):
-    """The other worker of a message: its receiver when packing, its sender when unpacking."""
-
-    @property
-    def id(self) -> int:
-        """The id of the worker."""
-        ...
-
-    @property
-    def same_main(self) -> bool:
-        """True if the worker runs the same main program."""
-        ...
 
 
 class AutogradHook(Protocol):
@@ -102,7 +90,7 @@ class AutogradHook(Protocol):
 class PickleContext:
     """The state of packing for a peer, or of unpacking from it; `thread_local` has the thread's."""
 
-    def __init__(self, peer: MessagePeer, hook: AutogradHook, is_answer: bool = False) -> None:
+    def __init__(self, peer: Peer, hook: AutogradHook, is_answer: bool = False) -> None:
         self.peer, self.hook, self.is_answer = peer, hook, is_answer
         self.tensors: list[Tensor] = []
         self.undo: list[Callable[[], None]] = []

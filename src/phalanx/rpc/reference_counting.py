@@ -13,18 +13,29 @@ References of a dead worker no longer count.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+import traceback
 from collections import deque
+from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.errors import PhalanxError
+from phalanx.rpc.functions import FutureResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-__all__ = ["OwnedValue", "OwnedValues", "RRefId", "RefCountDelta", "ReleaseNotifier"]
+__all__ = [
+    "OwnedValue",
+    "OwnedValues",
+    "RRefId",
+    "RefCountDelta",
+    "ReleaseNotifier",
+    "clear_frames",
+]
 
 _LOG = logging.getLogger("phalanx.rpc")
 _RETRY_SECONDS = 0.5
@@ -48,50 +59,32 @@ class RefCountDelta(NamedTuple):
     amount: int
 
 
-class OwnedValue:
+class OwnedValue(Future[Any]):
     """A value, or the error of its creation, or neither yet."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.holders: dict[int, int] = {}
-        self._ready = threading.Event()
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []
-        self._value: Any = None
-        self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
 
-    def complete(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Set the value or the error, and call the functions that wait for it."""
-        with self._lock:
-            self._value, self._error = value, error
-            self._traceback = None if error is None else error.__traceback__
-            self._ready.set()
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
-
-    def then(self, callback: Callable[[], None]) -> None:
-        """Call a function once the value is ready; at once if it already is."""
-        with self._lock:
-            if not self._ready.is_set():
-                self._callbacks.append(callback)
-                return
-        callback()
-
-    def wait(self, seconds: float | None) -> bool:
-        """Wait until the value is ready; return whether it is."""
-        return self._ready.wait(seconds)
-
-    @property
-    def is_ready(self) -> bool:
-        """True if the value, or the error of its creation, is there."""
-        return self._ready.is_set()
+    def complete(self, get: Callable[[], Any]) -> None:
+        """Set the value to the result of `get`, or its error to the exception that this raises."""
+        try:
+            value = get()
+        except BaseException as error:  # noqa: BLE001 - raised when the value is fetched
+            self._traceback = clear_frames(error).__traceback__
+            self.set_exception(error)
+            return
+        if isinstance(value, FutureResult):
+            value.future.add_done_callback(lambda future: self.complete(future.value))
+        else:
+            self.set_result(value)
 
     def get(self) -> Any:
-        """Return the value once it is ready; raise the error of its creation."""
-        if self._error is not None:
-            raise self._error.with_traceback(self._traceback)  # the trace must not grow each time
-        return self._value
+        """Return the value once it is there; raise the error of its creation."""
+        if (error := self.exception()) is not None:
+            raise error.with_traceback(self._traceback)  # the trace must not grow each time
+        return self.result()
 
 
 class OwnedValues:
@@ -141,8 +134,8 @@ class OwnedValues:
             values = list(self._values.values())
             self._values.clear()
         for value in values:
-            if not value.is_ready:
-                value.complete(error=PhalanxError("this worker has left RPC"))
+            with contextlib.suppress(InvalidStateError):  # it is there
+                value.set_exception(PhalanxError("this worker has left RPC"))
 
 
 class ReleaseNotifier:
@@ -185,3 +178,14 @@ class ReleaseNotifier:
                 timer.daemon = True
                 timer.start()
                 return
+
+
+def clear_frames(error: BaseException) -> BaseException:
+    """Return an exception that will be kept, after clearing the frames of its traceback.
+
+    Otherwise it would keep alive the objects that this thread worked on.
+    """
+    if error.__traceback__ is not None:
+        error.__traceback__ = error.__traceback__.tb_next
+    traceback.clear_frames(error.__traceback__)
+    return error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -98,7 +99,7 @@ class RRef(Generic[_T]):
             )
         rref_id = RRefId(own.id, own.next_local_id())
         own.owned_values.apply(RefCountDelta(rref_id, own.id, 1))
-        own.owned_values.get_or_create(rref_id).complete(value)
+        own.owned_values.get_or_create(rref_id).set_result(value)
         self._set(own, rref_id, own.id, None)
 
     @classmethod
@@ -324,15 +325,14 @@ def _value(rref_id: RRefId) -> Any:
     """Return a value that this worker owns; wait until it exists."""
     own = agent()
     value = own.owned_values.get_or_create(rref_id)
-    if not value.is_ready:
+    if not value.done():
         own.promote_follower()
-        if not value.wait(own.timeout or None):
-            raise CallTimeout(f"{_describe(rref_id, own.id)} did not exist after {own.timeout:g} s")
+        if not wait([value], own.timeout or None).done:
+            raise CallTimeout(
+                f"RRef({rref_id.created_on}.{rref_id.local_id}, on worker {own.id}) did not exist "
+                f"after {own.timeout:g} s"
+            )
     return value.get()
-
-
-def _describe(rref_id: RRefId, owner: int) -> str:
-    return f"RRef({rref_id.created_on}.{rref_id.local_id}, on worker {owner})"
 
 
 def _unpickle(created_on: int, local_id: int, owner: int, is_counted: bool) -> RRef[Any]:

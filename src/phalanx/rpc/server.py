@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.errors import ArgumentTypeError, RemoteError, UsageError
-from phalanx.rpc.agent import clear_frames
 from phalanx.rpc.functions import ASYNC_EXECUTION_MARK, FutureResult
 from phalanx.rpc.message import ANSWERS, Kind, Malformed
-from phalanx.rpc.reference_counting import OwnedValue, RefCountDelta, RRefId
+from phalanx.rpc.reference_counting import RefCountDelta, RRefId
 from phalanx.rpc.shared_memory.sender import DeferredCopies
 from phalanx.rpc.transport.local import Acceptor, LocalConnection
 
@@ -233,27 +232,14 @@ def _remote(reply: _Reply) -> None:
     rref_id = RRefId(reply.message.source, reply.message.extra)
     value = reply.agent.owned_values.get_or_create(rref_id)
     reply.agent.owned_values.apply(RefCountDelta(rref_id, reply.message.source, 1))
-    _complete(value, partial(_run_function, reply))
+    value.complete(partial(_run_function, reply))
     reply.send_result(None)
-
-
-def _complete(value: OwnedValue, get: Callable[[], Any]) -> None:
-    """Set a value to the result of `get`, or to the exception that it raises."""
-    try:
-        result = get()
-    except BaseException as error:  # noqa: BLE001 - raised when the value is fetched
-        value.complete(error=clear_frames(error))
-        return
-    if isinstance(result, FutureResult):
-        result.future.add_done_callback(lambda future: _complete(value, future.value))
-    else:
-        value.complete(result)
 
 
 def _fetch(reply: _Reply) -> None:
     created_on, local_id = reply.body()
     value = reply.agent.owned_values.get_or_create(RRefId(int(created_on), int(local_id)))
-    value.then(lambda: reply.answer_with(value.get))
+    value.add_done_callback(lambda _: reply.answer_with(value.get))
 
 
 def _apply_ref_count(reply: _Reply) -> None:

@@ -123,10 +123,8 @@ class RemoteRouter(_MonitoredSocket):
                     identity = self._socket.recv(zmq.NOBLOCK)
                 except zmq.Again:
                     break
-                if self._socket.getsockopt(zmq.RCVMORE):
-                    messages.append(
-                        (identity, (self._socket.recv(), _receive_out_of_band(self._socket)))
-                    )
+                if self._socket.getsockopt(zmq.RCVMORE) and (frames := _receive(self._socket)):
+                    messages.append((identity, frames))
         return messages
 
     def send(self, identity: bytes, frame: bytes, out_of_band: Sequence[memoryview]) -> bool:
@@ -166,12 +164,9 @@ class RemoteDealer(_MonitoredSocket):
 
     def _receive_all(self) -> list[Frames]:
         answers: list[Frames] = []
-        while True:
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return answers
-            answers.append((frame, _receive_out_of_band(self._socket)))
+        while (answer := _receive(self._socket)) is not None:
+            answers.append(answer)
+        return answers
 
 
 class RemoteConnection:
@@ -209,7 +204,7 @@ class RemoteConnection:
             TimeoutError: There was no answer before `end`.
         """
         try:
-            return self._receive(end)
+            return self._wait(end)
         except zmq.ContextTerminated:
             return None
 
@@ -217,7 +212,7 @@ class RemoteConnection:
         """Close the connection at once."""
         self._socket.close(0)
 
-    def _receive(self, end: float) -> Frames | None:
+    def _wait(self, end: float) -> Frames | None:
         while True:
             seconds = max(0.0, end - time.monotonic())
             milliseconds = None if seconds == math.inf else math.ceil(seconds * 1000)
@@ -229,18 +224,20 @@ class RemoteConnection:
                 _DRAIN_MILLISECONDS
             ):
                 return None
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                continue
-            return frame, _receive_out_of_band(self._socket)
+            if (answer := _receive(self._socket)) is not None:
+                return answer
 
 
-def _receive_out_of_band(socket: zmq.Socket[bytes]) -> list[memoryview]:
-    frames = []
+def _receive(socket: zmq.Socket[bytes]) -> Frames | None:
+    """Return the next message, or None if none is available."""
+    try:
+        frame = socket.recv(zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+    out_of_band = []
     while socket.getsockopt(zmq.RCVMORE):
-        frames.append(socket.recv(copy=False).buffer)
-    return frames
+        out_of_band.append(socket.recv(copy=False).buffer)
+    return frame, out_of_band
 
 
 def _send(
