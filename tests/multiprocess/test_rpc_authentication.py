@@ -21,6 +21,7 @@ from phalanx import rpc
 from phalanx.errors import PhalanxError
 from phalanx.rpc import workers
 from phalanx.rpc.agent import agent
+from phalanx.rpc.event_loop import Reactor
 from phalanx.rpc.message import Kind, encode_frame
 from phalanx.rpc.transport import local
 from tests.fuzz.attack import run_attack
@@ -54,46 +55,28 @@ KEY = bytes(range(32))
 
 
 class AcceptorThread:
-    """An acceptor with a thread that authenticates connections, like the worker's reactor."""
+    """An acceptor with an event loop of its own."""
 
-    def __init__(self, name: str = "") -> None:
-        self.address = name or f"phalanx-test-{os.urandom(16).hex()}"
+    def __init__(self) -> None:
+        self.address = f"phalanx-test-{os.urandom(16).hex()}"
         self.rejected_count = 0
-        self.acceptor = local.Acceptor(KEY, self.address, self._reject)
         self.authenticated: list[local.LocalConnection] = []
-        self._is_stopped = False
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
+        self._reactor = Reactor(lambda _: None, lambda: None)
+        self.acceptor = local.Acceptor(
+            KEY, self.address, self._reactor, self.authenticated.append, self._reject
+        )
+        self.acceptor.open()
+        self._reactor.threads.start()
 
     def _reject(self) -> None:
         self.rejected_count += 1
 
-    def _serve(self) -> None:
-        pending: list[int] = []
-        while not self._is_stopped:
-            pending += self.acceptor.accept()
-            for descriptor in self.acceptor.find_excess():
-                pending.remove(descriptor)
-                self.acceptor.reject(descriptor)
-            for descriptor in list(pending):
-                if not local.is_readable(descriptor):
-                    continue
-                connection = self.acceptor.authenticate(descriptor)
-                if connection is True:
-                    continue
-                pending.remove(descriptor)
-                if isinstance(connection, local.LocalConnection):
-                    self.authenticated.append(connection)
-                else:
-                    self.acceptor.reject(descriptor)
-            time.sleep(0.001)
-
     def close(self) -> None:
-        self._is_stopped = True
-        self._thread.join()
+        self._reactor.stop()
         self.acceptor.close()
         for connection in self.authenticated:
             connection.close()
+        self._reactor.close()
 
 
 @pytest.fixture

@@ -42,14 +42,16 @@ class RpcServer:
 
     def __init__(self, agent: Agent, key: bytes, address: str) -> None:
         self._agent, self._reactor = agent, agent.reactor
-        self._acceptor = Acceptor(key, address, self._log_rejection)
+        self._acceptor = Acceptor(
+            key, address, agent.reactor, self._add_connection, self._log_rejection
+        )
         self._connections: dict[int, LocalConnection] = {}
         self._has_rejected = False
         agent.on_close.append(self._close)
 
     def open(self) -> None:
         """Accept connections and requests once the agent has started."""
-        self._reactor.watch(self._acceptor.fd, self._accept)
+        self._acceptor.open()
         if self._agent.remote is not None:
             router = self._agent.remote.router
             self._reactor.watch(router.fd, partial(self._receive, router))
@@ -70,23 +72,9 @@ class RpcServer:
                 self._agent.info.name,
             )
 
-    def _accept(self) -> None:
-        for fd in self._acceptor.accept():
-            self._reactor.watch(fd, partial(self._authenticate, fd))
-        for fd in self._acceptor.find_excess():
-            self._reactor.unwatch(fd)
-            self._acceptor.reject(fd)
-
-    def _authenticate(self, fd: int) -> None:
-        connection = self._acceptor.authenticate(fd)
-        if connection is True:
-            return
-        self._reactor.unwatch(fd)
-        if isinstance(connection, LocalConnection):
-            self._connections[fd] = connection
-            self._reactor.watch(fd, partial(self._read, connection))
-        else:
-            self._acceptor.reject(fd)
+    def _add_connection(self, connection: LocalConnection) -> None:
+        self._connections[connection.fd] = connection
+        self._reactor.watch(connection.fd, partial(self._read, connection))
 
     def _read(self, connection: LocalConnection) -> None:
         messages = connection.read()

@@ -213,13 +213,15 @@ class AutogradGraph:
         """
         received = {
             index: gradient
-            for index, gradient in zip(recv.indices, gradients, strict=True)
+            for index, gradient in zip(recv.metadata.indices, gradients, strict=True)
             if gradient is not None
         }
         remote_backward = self._thread.remote_backward
-        if remote_backward is not None and remote_backward.stops_at(recv.peer, recv.number):
+        if remote_backward is not None and remote_backward.stops_at(
+            recv.peer, recv.metadata.number
+        ):
             for index, gradient in received.items():
-                remote_backward.collect(Source(recv.peer, recv.number, index), gradient)
+                remote_backward.collect(Source(recv.peer, recv.metadata.number, index), gradient)
             received = {}
         if not received:
             return [None] * len(recv.local_sources)
@@ -237,9 +239,9 @@ class AutogradGraph:
 
     def release_received(self, recv: RecvRpcBackward) -> None:
         """Release the message of a node that has been freed."""
-        self._received.discard((recv.peer, recv.number))
+        self._received.discard((recv.peer, recv.metadata.number))
         if recv.unfinished:
-            self._releases.add(recv.peer, recv.number)
+            self._releases.add(recv.peer, recv.metadata.number)
 
     def backward(self, request: BackwardRequest) -> BackwardResponse:
         """Continue a caller's backward pass from the tensors that this worker sent to it.
@@ -294,7 +296,7 @@ class AutogradGraph:
         root = self.root
         mine = BackwardRequest(
             self._worker,
-            recv.number,
+            recv.metadata.number,
             received,
             root,
             torch._C._current_graph_task_id(),

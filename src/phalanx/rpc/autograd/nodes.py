@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import starmap
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -137,10 +138,9 @@ class RecvRpcBackward:
 
     Attributes:
         peer: The id of the worker that sent them.
-        number: The number of the message that carried them.
-        indices: Their indices in the message, in the order of the node's outputs.
-        dependencies: Tensors of other messages on which they depend.
-        local_sources: The tensors of `dependencies` that this worker sent, in the order of the
+        metadata: The metadata of the message that carried them; the node's outputs have the order
+            of its indices.
+        local_sources: The tensors on which they depend that this worker sent, in the order of the
             node's inputs.
         order: The node's index among the nodes of this process, in order of creation.
         unfinished: Indices of the tensors for which the peer still keeps its graph.
@@ -154,18 +154,13 @@ class RecvRpcBackward:
         local_sources: tuple[Source, ...],
         order: int,
     ) -> None:
-        self._graph = graph
-        self.peer = peer
-        self.number = metadata.number
-        self.indices = metadata.indices
-        self.dependencies = metadata.dependencies
-        self.local_sources = local_sources
-        self.order = order
+        self._graph, self.peer, self.metadata = graph, peer, metadata
+        self.local_sources, self.order = local_sources, order
         self.unfinished = set(metadata.indices)
 
     def source(self, output: int) -> Source:
         """Return the identifier of an output of the node."""
-        return Source(self.peer, self.number, self.indices[output])
+        return Source(self.peer, self.metadata.number, self.metadata.indices[output])
 
     def propagate(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Send gradients of the node's outputs to the worker that sent the tensors.
@@ -266,9 +261,9 @@ class AutogradMetadata(NamedTuple):
 
 def pack_metadata(metadata: AutogradMetadata) -> bytes:
     """Serialize metadata."""
-    head = _HEADER.pack(metadata.number, len(metadata.indices), len(metadata.dependencies))
-    indices = (_INDEX.pack(index) for index in metadata.indices)
-    return b"".join((head, *indices, *(_SOURCE.pack(*source) for source in metadata.dependencies)))
+    number, indices, dependencies = metadata
+    head = _HEADER.pack(number, len(indices), len(dependencies))
+    return b"".join((head, *map(_INDEX.pack, indices), *starmap(_SOURCE.pack, dependencies)))
 
 
 def read_number(data: bytes) -> int:
@@ -312,7 +307,7 @@ def sources(tensors: Iterable[Tensor], peer: int) -> tuple[Source, ...]:
     def ends(recv: RecvRpcBackward, output: int) -> bool:
         found[recv.source(output)] = None
         if recv.peer != peer:
-            found.update(dict.fromkeys(recv.dependencies))
+            found.update(dict.fromkeys(recv.metadata.dependencies))
         return recv.peer == peer
 
     for _ in _nodes(tensors, ends):
@@ -325,7 +320,7 @@ def leaves(tensors: Iterable[Tensor], stop: Iterable[Source]) -> list[Tensor]:
     stopped = {(source.owner, source.number) for source in stop}
 
     def ends(recv: RecvRpcBackward, _: int) -> bool:
-        return (recv.peer, recv.number) in stopped
+        return (recv.peer, recv.metadata.number) in stopped
 
     found = (getattr(node, "variable", None) for node in _nodes(tensors, ends))
     return [variable for variable in found if variable is not None and variable is not ANCHOR]

@@ -20,11 +20,12 @@ import struct
 import threading
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 from phalanx.errors import CallTimeout, PhalanxError
 from phalanx.key import derive
-from phalanx.rpc.event_loop import SpinPolicy
+from phalanx.rpc.event_loop import Reactor, SpinPolicy
 from phalanx.rpc.message import MAX_FRAME_SIZE
 from phalanx.system.authentication import AuthenticationError, Handshake
 
@@ -281,78 +282,78 @@ class Acceptor:
     Args:
         key: The key of the job.
         address: The name to listen at, in the kernel's abstract namespace, which leaves no file.
+        reactor: The event loop that reads from unauthenticated connections.
+        on_accepted: Called with each connection whose peer has proved that it knows the key.
         on_rejected: Called after a connection is rejected.
     """
 
-    def __init__(self, key: bytes, address: str, on_rejected: Callable[[], None]) -> None:
-        self._key, self._address, self._on_rejected = key, address, on_rejected
+    def __init__(
+        self,
+        key: bytes,
+        address: str,
+        reactor: Reactor,
+        on_accepted: Callable[[LocalConnection], None],
+        on_rejected: Callable[[], None],
+    ) -> None:
+        self._key, self._address, self._reactor = key, address, reactor
+        self._on_accepted, self._on_rejected = on_accepted, on_rejected
         self._is_out_of_resources = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._socket.bind("\0" + address)
         self._socket.listen(1024)
-        self.fd = self._socket.fileno()
         self._pending: dict[int, tuple[socket.socket, Handshake, float]] = {}
         """Unauthenticated connections, with the times at which they were accepted."""
 
-    def accept(self) -> list[int]:
-        """Accept all waiting connections.
+    def open(self) -> None:
+        """Start to accept connections."""
+        self._reactor.watch(self._socket.fileno(), self._accept)
 
-        Returns:
-            Descriptors to poll; `authenticate` must be called when one is readable.
-        """
-        new: list[int] = []
+    def _accept(self) -> None:
+        """Accept all waiting connections; reject unauthenticated ones in excess or too slow."""
         while True:
             try:
                 connection, _ = self._socket.accept()
             except OSError as error:
                 if error.errno in _OUT_OF_RESOURCES:
                     self._wait_for_resources(error)
-                return new
+                break
             if _peer_user(connection) != os.geteuid():
                 connection.close()
                 self._on_rejected()
                 continue
             connection.setblocking(False)
+            fd = connection.fileno()
             handshake = make_handshake(self._key, self._address, is_initiator=False)
-            self._pending[connection.fileno()] = connection, handshake, time.monotonic()
-            new.append(connection.fileno())
-
-    def find_excess(self) -> list[int]:
-        """Return the unauthenticated connections to reject: those in excess and those too slow."""
+            self._pending[fd] = connection, handshake, time.monotonic()
+            self._reactor.watch(fd, partial(self._authenticate, fd))
         oldest = time.monotonic() - HANDSHAKE_TIMEOUT
         too_many = len(self._pending) - _MAX_HANDSHAKES
-        return [
-            fd
-            for number, (fd, (_, _, since)) in enumerate(self._pending.items())
-            if number < too_many or since < oldest
-        ]
+        for number, (fd, (_, _, since)) in enumerate(list(self._pending.items())):
+            if number < too_many or since < oldest:
+                self._reject(fd)
 
-    def reject(self, fd: int) -> None:
-        """Close an unauthenticated connection."""
-        self._pending.pop(fd)[0].close()
-        self._on_rejected()
-
-    def authenticate(self, fd: int) -> LocalConnection | bool:
-        """Continue the authentication of a connection that is readable.
-
-        Returns:
-            The connection, once the peer has proved that it knows the key; True if more data is
-            needed; False if the connection must be rejected.
-        """
+    def _authenticate(self, fd: int) -> None:
+        """Continue the authentication of a connection that is readable."""
         connection, handshake, _ = self._pending[fd]
         try:
             data = connection.recv(handshake.missing)
             if not data:
-                return False
+                raise ConnectionResetError
             if answer := handshake.receive(data):
                 connection.send(answer)
         except (OSError, AuthenticationError):
-            return False
-        if handshake.missing:
-            return True
-        del self._pending[fd]
-        connection.setblocking(True)
-        return LocalConnection(connection)
+            self._reject(fd)
+            return
+        if not handshake.missing:
+            self._reactor.unwatch(fd)
+            del self._pending[fd]
+            connection.setblocking(True)
+            self._on_accepted(LocalConnection(connection))
+
+    def _reject(self, fd: int) -> None:
+        self._reactor.unwatch(fd)
+        self._pending.pop(fd)[0].close()
+        self._on_rejected()
 
     def _wait_for_resources(self, error: OSError) -> None:
         """Pause while peers wait in the kernel; polling would only report them again, at once."""
