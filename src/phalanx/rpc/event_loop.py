@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["EventFd", "LeaderFollowers", "Reactor", "SpinPolicy"]
+__all__ = ["EventFd", "Reactor", "SpinPolicy"]
 
 _LOG = logging.getLogger("phalanx.rpc")
 _JOIN_SECONDS = 2.0

@@ -217,9 +217,7 @@ class AutogradGraph:
             if gradient is not None
         }
         remote_backward = self._thread.remote_backward
-        if remote_backward is not None and remote_backward.stops_at(
-            recv.peer, recv.metadata.number
-        ):
+        if remote_backward is not None and remote_backward.stops_at(recv):
             for index, gradient in received.items():
                 remote_backward.collect(Source(recv.peer, recv.metadata.number, index), gradient)
             received = {}
@@ -394,9 +392,10 @@ class RemoteBackward:
     request: BackwardRequest
     gradients: dict[Source, Tensor] = field(default_factory=dict)
 
-    def stops_at(self, peer: int, number: int) -> bool:
-        """Return whether gradients of tensors received in this message are sent back."""
-        return any(one.owner == peer and one.number == number for one in self.request.stop)
+    def stops_at(self, recv: RecvRpcBackward) -> bool:
+        """Return whether gradients of the tensors of a node are sent back."""
+        number = recv.metadata.number
+        return any(one.owner == recv.peer and one.number == number for one in self.request.stop)
 
     def collect(self, source: Source, gradient: Tensor) -> None:
         """Add a gradient that is sent back; gradients from several paths are summed."""

@@ -15,7 +15,6 @@ from torch.autograd.graph import Node
 __all__ = [
     "ANCHOR",
     "AutogradMetadata",
-    "BackwardGraph",
     "RecvRpcBackward",
     "SendHandles",
     "Source",
@@ -25,7 +24,6 @@ __all__ = [
     "read_number",
     "receive",
     "receive_own",
-    "recv_of",
     "sources",
     "unpack_metadata",
 ]
@@ -231,11 +229,6 @@ def receive_own(tensors: list[Tensor], handles: list[Tensor]) -> tuple[Tensor, .
     return outputs
 
 
-def recv_of(node: object) -> RecvRpcBackward | None:
-    """Return the origin of a node's tensors, or None if it is another kind of node."""
-    return node.recv if isinstance(node, _RecvRpc._backward_cls) else None  # type: ignore[attr-defined]
-
-
 class Source(NamedTuple):
     """A tensor that was sent, identified by its sender, its message and its index there."""
 
@@ -337,7 +330,8 @@ def _nodes(
         node, output = stack.pop()
         if node is None:
             continue
-        if (recv := recv_of(node)) is not None and ends(recv, output):
+        is_recv = isinstance(node, _RecvRpc._backward_cls)  # type: ignore[attr-defined]
+        if is_recv and ends(node.recv, output):
             continue
         if node not in visited:
             visited.add(node)
