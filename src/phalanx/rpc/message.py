@@ -227,13 +227,23 @@ def parse(frame: bytes, out_of_band: Sequence[memoryview], workers: int) -> Mess
     for size in (table, metadata, payload):
         parts.append(frame[offset : offset + size])
         offset += size
-    descriptors = _parse_descriptors(parts[0], count) if table or count else []
+    encoded_table, encoded_metadata, encoded_payload = parts
+    descriptors = _parse_descriptors(encoded_table, count) if table or count else []
     inline_data = _split_inline_data(frame[offset:end], descriptors)
     _check_out_of_band(descriptors, out_of_band)
     if flags and (payload or not descriptors or descriptors[-1].dtype is not torch.uint8):
         raise Malformed("its last tensor should hold its pickle, but does not")
     return Message(
-        kind, source, call, extra, descriptors, *parts[1:], inline_data, out_of_band, bool(flags)
+        kind,
+        source,
+        call,
+        extra,
+        descriptors,
+        encoded_metadata,
+        encoded_payload,
+        inline_data,
+        out_of_band,
+        bool(flags),
     )
 
 

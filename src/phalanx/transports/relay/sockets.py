@@ -20,18 +20,32 @@ __all__ = [
 
 MAX_DATA_BYTES = 256 * 2**10
 """The maximum size of the data of a frame in bytes."""
-_LIMITS = {"max_size": 2 * MAX_DATA_BYTES, "heartbeat": 2_000, "timeout": 10_000}
+_HEARTBEAT_MILLISECONDS = 2_000
+_TIMEOUT_MILLISECONDS = 10_000
 
 
 def configure_server(socket: zmq.Socket[bytes], endpoint: str, key: bytes) -> None:
     """Prepare the socket of the relay, which binds `endpoint`."""
-    curve.configure(socket, endpoint, server_key_pair(key), **_LIMITS)
+    _configure(socket, endpoint, server_key_pair(key))
 
 
 def configure_client(socket: zmq.Socket[bytes], endpoint: str, key: bytes) -> None:
     """Prepare the socket of a client of the relay, which connects to `endpoint`."""
-    server = server_key_pair(key).public
-    curve.configure(socket, endpoint, client_key_pair(key), server, **_LIMITS)
+    _configure(socket, endpoint, client_key_pair(key), server_key_pair(key).public)
+
+
+def _configure(
+    socket: zmq.Socket[bytes], endpoint: str, own: curve.KeyPair, server: bytes = b""
+) -> None:
+    curve.configure(
+        socket,
+        endpoint,
+        own,
+        server,
+        max_size=2 * MAX_DATA_BYTES,
+        heartbeat=_HEARTBEAT_MILLISECONDS,
+        timeout=_TIMEOUT_MILLISECONDS,
+    )
 
 
 def server_key_pair(key: bytes) -> curve.KeyPair:
