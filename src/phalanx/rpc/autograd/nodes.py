@@ -330,7 +330,7 @@ def _nodes(
         node, output = stack.pop()
         if node is None:
             continue
-        is_recv = isinstance(node, _RecvRpc._backward_cls)  # type: ignore[attr-defined]
+        is_recv = isinstance(node, _RecvRpc._backward_cls)
         if is_recv and ends(node.recv, output):
             continue
         if node not in visited:
