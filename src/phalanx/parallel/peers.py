@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from phalanx.errors import UsageError
+from phalanx.parallel.gradients import check_group
 
 __all__ = ["Peers", "Steps", "run_all_reduce", "split_evenly"]
 
@@ -126,7 +127,9 @@ def run_all_reduce(
     """
     _check_tensor(tensor, caller)
     name, combine = resolve_operator(op, tensor.dtype, caller)
-    _check_group(group, tag, caller)
+    check_group(group, caller)
+    if not isinstance(tag, int) or not 0 <= tag <= _MAX_TAG:
+        raise UsageError(f"{caller}: tag {tag!r} given, expected 0 to {_MAX_TAG}")
     peers = Peers(group, tag, combine)
     if peers.size == 1 or tensor.numel() == 0:
         return
@@ -154,18 +157,6 @@ def _check_tensor(tensor: object, caller: str) -> None:
             f"{caller}: elements of the tensor of shape {tuple(tensor.shape)} and strides "
             f"{tensor.stride()} share memory (expand()?): pass a separate tensor, such as a clone()"
         )
-
-
-def _check_group(group: dist.ProcessGroup | None, tag: object, caller: str) -> None:
-    if not dist.is_initialized():
-        raise UsageError(
-            f"{caller}: no process group: call phalanx.init() or "
-            "torch.distributed.init_process_group() first"
-        )
-    if dist.get_rank(group) < 0:
-        raise UsageError(f"{caller}: this rank is not a member of the group given")
-    if not isinstance(tag, int) or not 0 <= tag <= _MAX_TAG:
-        raise UsageError(f"{caller}: tag {tag!r} given, expected 0 to {_MAX_TAG}")
 
 
 def resolve_operator(op: object, dtype: torch.dtype, caller: str) -> tuple[str, Combine]:
