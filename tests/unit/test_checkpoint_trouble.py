@@ -19,11 +19,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from phalanx.checkpoints import directory, files
+from phalanx.checkpoints.files import ContentError
+from phalanx.checkpoints.safetensors import read_tensors
 from phalanx.errors import CheckpointError
 from phalanx.train import Checkpointer
-from phalanx.train.checkpoints import directory, files
-from phalanx.train.checkpoints.files import ContentError
-from phalanx.train.checkpoints.safetensors import read_tensors
 from tests.checkpoint_states import check_numbered, numbered, steps
 
 # The tests make their own folders: Hypothesis runs one test function many times.

@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from phalanx.checkpoints import checkpointer, files
+from phalanx.checkpoints.safetensors import DTYPES, read_tensors
 from phalanx.errors import UsageError
 from phalanx.train import Checkpointer, random_states, restore_random_states
-from phalanx.train.checkpoints import checkpointer, files
-from phalanx.train.checkpoints.safetensors import DTYPES, read_tensors
 from tests.checkpoint_states import check_numbered, numbered, random_tensor, same, same_bits
 
 # The tests make their own folders: Hypothesis runs one test function many times.

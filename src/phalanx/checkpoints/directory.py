@@ -17,8 +17,8 @@ import threading
 import time
 from pathlib import Path
 
+from phalanx.checkpoints.files import sync_directory
 from phalanx.errors import CheckpointError
-from phalanx.train.checkpoints.files import sync_directory
 
 __all__ = ["CheckpointDirectory", "parse_step"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.train.checkpoints.files import ContentError, byte_view
+from phalanx.checkpoints.files import ContentError, byte_view
 
 __all__ = ["DTYPES", "build_header", "itemsize", "read_tensors", "tensor_bytes"]
 

@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.errors import CheckpointError, UsageError
-from phalanx.train.checkpoints.collective_action import RankGroup, UnusableCheckpoint
-from phalanx.train.checkpoints.directory import CheckpointDirectory
-from phalanx.train.checkpoints.files import ContentError, read_verified, write_file
-from phalanx.train.checkpoints.manifest import (
+from phalanx.checkpoints.collective_action import RankGroup, UnusableCheckpoint
+from phalanx.checkpoints.directory import CheckpointDirectory
+from phalanx.checkpoints.files import ContentError, read_verified, write_file
+from phalanx.checkpoints.manifest import (
     File,
     Manifest,
     check_compatibility,
@@ -33,13 +32,13 @@ from phalanx.train.checkpoints.manifest import (
     unflatten,
     write_manifest,
 )
-from phalanx.train.checkpoints.safetensors import (
+from phalanx.checkpoints.safetensors import (
     DTYPES,
     build_header,
     read_tensors,
     tensor_bytes,
 )
-from phalanx.train.checkpoints.sharding import (
+from phalanx.checkpoints.sharding import (
     Shard,
     TensorDescription,
     assign_shards,
@@ -50,8 +49,9 @@ from phalanx.train.checkpoints.sharding import (
     local_box,
     total_bytes,
 )
+from phalanx.errors import CheckpointError, UsageError
 
-__all__ = ["Checkpoint", "Checkpointer"]
+__all__ = ["Checkpoint", "Checkpointer", "load_local", "save_local"]
 
 # Without sharding, rank 0 writes one file per `FILE_BYTES`, each in a thread of its own. The number
 # is limited by `MAX_FILES` and by the cores.
@@ -139,7 +139,6 @@ class Checkpointer:
         """The absolute path of the directory."""
         return self._directory.path
 
-    @torch.no_grad()
     def save(self, step: int, state: Mapping[str, Any]) -> Path:
         """Save a state, and return the directory of its checkpoint. Collective.
 
@@ -174,52 +173,7 @@ class Checkpointer:
             >>> checkpoints.save(1200, {"model": model.state_dict()}).name
             '000001-step-1200'
         """
-        ranks, directory, sharded = self._current_ranks(), self._directory, self._sharded
-        convert_errors = _convert_write_errors(step, directory.path)
-        tree: Any = None
-        tensors: dict[str, Tensor] = {}
-
-        @convert_errors
-        def plan() -> _LocalPlan:
-            nonlocal tree, tensors
-            _check_integer("step", step, 0)
-            tree, tensors = flatten(state)
-            if not sharded:
-                _check_not_distributed(tensors)
-            name = directory.begin(step).name if ranks.rank == 0 else ""
-            return _LocalPlan(name, describe_tensors(tensors) if sharded or ranks.rank == 0 else {})
-
-        try:
-            plans = ranks.run_and_gather(plan)
-            descriptions = [each.descriptions for each in plans]
-            temporary = directory.path / plans[0].directory_name
-            # Every rank computes the same result or raises the same error.
-            shares = (
-                assign_shards(descriptions)
-                if sharded
-                else assign_shards(descriptions[:1], _file_count(descriptions[0]))
-            )
-            own_files = range(len(shares)) if ranks.rank == 0 else range(0)
-            own_files = range(ranks.rank, ranks.rank + 1) if sharded else own_files
-
-            @convert_errors
-            def write() -> list[File]:
-                return _write_files(temporary, own_files, shares, tensors)
-
-            files = ranks.run_and_gather(write)
-
-            @convert_errors
-            def finish() -> str:
-                written = [file for rank_files in files for file in rank_files]
-                manifest = Manifest(
-                    step, ranks.size, sharded, _versions(), written, descriptions[0], shares, tree
-                )
-                write_manifest(temporary, manifest)
-                return directory.commit().name
-
-            return directory.path / ranks.run_on_first(finish)
-        finally:
-            directory.end()
+        return _save(self._current_ranks(), self._directory, step, state, self._sharded)
 
     def load(
         self,
@@ -258,24 +212,7 @@ class Checkpointer:
             >>> if checkpoint is not None:
             ...     model.load_state_dict(checkpoint.state["model"])
         """
-        ranks, directory = self._current_ranks(), self._directory
-        errors: list[str] = []
-        for name in ranks.run_on_first(directory.names):
-            path = directory.path / name
-            try:
-                return _load(ranks, path, like, map_location)
-            except UnusableCheckpoint as error:
-                errors.append(f"{path}: {error}")
-                directory.unusable_names.add(name)
-                if ranks.rank == 0:
-                    _log.warning("skipping an unusable checkpoint: %s", errors[-1])
-        if errors:
-            listing = "\n  ".join(errors)
-            raise CheckpointError(
-                f"none of {len(errors)} checkpoints is usable:\n  {listing}\n"
-                "Move them away to start from scratch, or give another directory"
-            )
-        return None
+        return _load(self._current_ranks(), self._directory, like, map_location)
 
     def _current_ranks(self) -> RankGroup:
         """Return the current ranks, as the group may have been created after this object."""
@@ -305,6 +242,31 @@ class Checkpointer:
                 probe.unlink(missing_ok=True)
 
 
+def save_local(path: Path, step: int, state: Mapping[str, Any]) -> None:
+    """Save a state of this process alone, in place of the one in a directory.
+
+    Arguments, guarantees and errors are those of `Checkpointer.save`. Not collective.
+    """
+    directory = CheckpointDirectory(path.absolute(), keep=1)
+    directory.prepare()
+    _save(RankGroup.alone(), directory, step, state, sharded=False)
+    directory.wait_for_removals()
+
+
+def load_local(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state that `save_local` saved in a directory. Not collective.
+
+    Raises:
+        UsageError: The state does not fit `like`; see `Checkpointer.load`.
+        CheckpointError: The directory has no usable state.
+    """
+    directory = CheckpointDirectory(path.absolute(), keep=1)
+    checkpoint = _load(RankGroup.alone(), directory, like, "cpu")
+    if checkpoint is None:
+        raise CheckpointError(f"{path} has no checkpoint")
+    return checkpoint.state
+
+
 def _check_integer(name: str, value: object, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise UsageError(f"{name} {value!r} given, expected an integer of at least {minimum}")
@@ -319,12 +281,59 @@ def _check_probe(probe: Path, directory: CheckpointDirectory) -> None:
     directory.prepare()
 
 
-@dataclass(frozen=True)
-class _LocalPlan:
-    """The part of a rank in a save, which it announces to the others before anything is written."""
+@torch.no_grad()
+def _save(
+    ranks: RankGroup,
+    directory: CheckpointDirectory,
+    step: int,
+    state: Mapping[str, Any],
+    sharded: bool,
+) -> Path:
+    """Save a state; see `Checkpointer.save`. Collective."""
+    convert_errors = _convert_write_errors(step, directory.path)
+    tree: Any = None
+    tensors: dict[str, Tensor] = {}
 
-    directory_name: str
-    descriptions: dict[str, TensorDescription]
+    @convert_errors
+    def plan() -> tuple[str, dict[str, TensorDescription]]:
+        nonlocal tree, tensors
+        _check_integer("step", step, 0)
+        tree, tensors = flatten(state)
+        if not sharded:
+            _check_not_distributed(tensors)
+        name = directory.begin(step).name if ranks.rank == 0 else ""
+        return (name, describe_tensors(tensors) if sharded or ranks.rank == 0 else {})
+
+    try:
+        names, descriptions = zip(*ranks.run_and_gather(plan), strict=True)
+        temporary = directory.path / names[0]
+        # Every rank computes the same result or raises the same error.
+        shares = (
+            assign_shards(descriptions)
+            if sharded
+            else assign_shards(descriptions[:1], _file_count(descriptions[0]))
+        )
+        own_files = range(len(shares)) if ranks.rank == 0 else range(0)
+        own_files = range(ranks.rank, ranks.rank + 1) if sharded else own_files
+
+        @convert_errors
+        def write() -> list[File]:
+            return _write_files(temporary, own_files, shares, tensors)
+
+        files = ranks.run_and_gather(write)
+
+        @convert_errors
+        def finish() -> str:
+            written = [file for rank_files in files for file in rank_files]
+            manifest = Manifest(
+                step, ranks.size, sharded, _versions(), written, descriptions[0], shares, tree
+            )
+            write_manifest(temporary, manifest)
+            return directory.commit().name
+
+        return directory.path / ranks.run_on_first(finish)
+    finally:
+        directory.end()
 
 
 @contextmanager
@@ -388,6 +397,32 @@ def _check_not_distributed(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _load(
+    ranks: RankGroup,
+    directory: CheckpointDirectory,
+    like: Mapping[str, Any] | None,
+    map_location: Any,
+) -> Checkpoint | None:
+    """Load the latest usable checkpoint; see `Checkpointer.load`. Collective."""
+    errors: list[str] = []
+    for name in ranks.run_on_first(directory.names):
+        path = directory.path / name
+        try:
+            return _load_checkpoint(ranks, path, like, map_location)
+        except UnusableCheckpoint as error:
+            errors.append(f"{path}: {error}")
+            directory.unusable_names.add(name)
+            if ranks.rank == 0:
+                _log.warning("skipping an unusable checkpoint: %s", errors[-1])
+    if errors:
+        listing = "\n  ".join(errors)
+        raise CheckpointError(
+            f"none of {len(errors)} checkpoints is usable:\n  {listing}\n"
+            "Move them away to start from scratch, or give another directory"
+        )
+    return None
+
+
+def _load_checkpoint(
     ranks: RankGroup, path: Path, like: Mapping[str, Any] | None, map_location: Any
 ) -> Checkpoint:
     """Load a checkpoint; see `Checkpointer.load`. Collective.

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.checkpoints.directory import parse_step
+from phalanx.checkpoints.files import ContentError, read_small, write_file
+from phalanx.checkpoints.safetensors import DTYPES
+from phalanx.checkpoints.sharding import Box, Shard, TensorDescription, is_distributed
 from phalanx.errors import UsageError
-from phalanx.train.checkpoints.directory import parse_step
-from phalanx.train.checkpoints.files import ContentError, read_small, write_file
-from phalanx.train.checkpoints.safetensors import DTYPES
-from phalanx.train.checkpoints.sharding import Box, Shard, TensorDescription, is_distributed
 
 __all__ = [
     "File",

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from phalanx.checkpoints.safetensors import DTYPES, itemsize
 from phalanx.errors import UsageError
-from phalanx.train.checkpoints.safetensors import DTYPES, itemsize
 
 __all__ = [
     "Box",
