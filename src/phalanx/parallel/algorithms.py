@@ -124,7 +124,7 @@ def _run_all_reduce(
     tensor: Tensor,
     op: object,
     group: dist.ProcessGroup | None,
-    tag: int,
+    tag: object,
 ) -> None:
     """Check the arguments, run the steps on a flat tensor, and leave the result in `tensor`.
 
