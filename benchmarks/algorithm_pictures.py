@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 
 from phalanx.parallel.algorithms import (
+    Peers,
+    Steps,
     halving_doubling_steps,
     ring_simple_steps,
     ring_steps,
     tree_steps,
 )
-from phalanx.parallel.peers import Peers, Steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

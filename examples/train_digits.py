@@ -19,6 +19,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the usual name
+from idx import load_mnist
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
 from phalanx import env
-from phalanx.data import DataPartitioner, GlobalBatchSampler, Partition, load_mnist
+from phalanx.data import DataPartitioner, GlobalBatchSampler, Partition
 from phalanx.parallel import average_gradients, average_gradients_per_parameter
 
 Digits = TensorDataset | Partition[tuple[Tensor, ...]]  # images [1, 28, 28] and labels

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
+from idx import load_mnist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
 import phalanx
-from phalanx.data import load_mnist
 from phalanx.train import Trainer
 
 

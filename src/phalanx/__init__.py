@@ -18,11 +18,12 @@ General layout, from the bottom up (dependencies point downward only):
 - `launcher`: starts processes and determines the rank of each. It stands beside `backend` and uses
   `topology`, `transports` and `observe`.
 - `rpc`: calls of functions on other workers, and references to values that live there.
+- `checkpoints`: the state of a training or of a server on disk.
 - `embedding`: embedding tables whose rows are on servers.
 - `data`, `parallel`: samplers and partitions; synchronous SGD, `SharedDataParallel`, all-reduces
   built on messages. They use `torch.distributed`'s public API, so they run on any backend.
   `SharedDataParallel` additionally takes memory that ranks share from the core.
-- `train`: the trainer and checkpoints, on any backend too.
+- `train`: the trainer, on any backend too.
 - `bench`, `testing`: measurements; the self-check of `phalanx test`, and fault injection.
 - `doctor`: checks of a machine, and of the network between several.
 - `cli`: the command `phalanx`.

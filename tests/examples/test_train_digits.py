@@ -48,6 +48,12 @@ def script(repository: Path) -> Path:
     return repository / "examples" / "train_digits.py"
 
 
+@pytest.fixture(autouse=True)
+def search_path(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the script find its neighbours even if `runpy` runs it."""
+    monkeypatch.syspath_prepend(str(script.parent))
+
+
 def train(script: Path, folder: Path, *options: str, launcher: tuple[str, ...] = ()) -> Run:
     losses = folder / "losses.json"
     command = [*(launcher or [sys.executable]), str(script), *options, "--losses", str(losses)]

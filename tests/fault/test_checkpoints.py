@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx.checkpoints import files
 from phalanx.errors import PeerLost
 from phalanx.train import Checkpointer
-from phalanx.train.checkpoints import files
 from tests.ranks import RankServer
 from tests.system_calls import run_until
 

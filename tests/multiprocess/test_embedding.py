@@ -195,7 +195,7 @@ def read_until_server_dies() -> str:
         while not Path(os.environ["FOLDER"], "opened").exists():
             assert time.monotonic() < deadline
         os.kill(os.getpid(), signal.SIGKILL)
-    table = _MappedTable(receive_handle())
+    table = _MappedTable.open(receive_handle())
     table.gather(torch.arange(ROWS))
     Path(os.environ["FOLDER"], "opened").touch()
     deadline = time.monotonic() + 30

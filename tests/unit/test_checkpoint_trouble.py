@@ -19,10 +19,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from phalanx.checkpoints import directory, files
+from phalanx.checkpoints.files import ContentError
+from phalanx.checkpoints.safetensors import read_tensors
 from phalanx.errors import CheckpointError
 from phalanx.train import Checkpointer
-from phalanx.train.checkpoints import directory, files
-from phalanx.train.checkpoints.safetensors import FormatError, parse
 from tests.checkpoint_states import check_numbered, numbered, steps
 
 # The tests make their own folders: Hypothesis runs one test function many times.
@@ -154,8 +155,8 @@ def check_falls_back(checkpoints: Checkpointer) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 7, b"\xff" * 100, b"\2" + b"\0" * 7 + b"[]"])
 def test_invalid_safetensors(content: bytes) -> None:
-    with pytest.raises(FormatError):
-        parse(torch.tensor(list(content), dtype=torch.uint8))
+    with pytest.raises(ContentError):
+        read_tensors(torch.tensor(list(content), dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("position", ["file/below", "/proc/below"])

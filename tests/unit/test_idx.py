@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.data import load_mnist, read_idx
+from examples.idx import load_mnist, read_idx
 from phalanx.errors import UsageError
 
 TYPES = {

@@ -7,7 +7,7 @@ from itertools import chain
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from phalanx.train.checkpoints.sharding import TensorDescription, assign_shards
+from phalanx.checkpoints.sharding import TensorDescription, assign_shards
 
 # Names that look like keys of shards.
 names = st.text("ab[]0,.", max_size=5) | st.sampled_from(["a", "a[0]", "a[2]", "a[2][]", "a[]"])

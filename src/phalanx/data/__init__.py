@@ -5,12 +5,10 @@
   middle of an epoch.
 - `ranks`: means and sums over all ranks.
 - `uneven_inputs`: loops over uneven inputs.
-- `idx`: reads MNIST's file format.
 
 All modules work with any data set, any `DataLoader` and any backend, and without a process group.
 """
 
-from phalanx.data.idx import load_mnist, read_idx
 from phalanx.data.partition import DataPartitioner, Partition
 from phalanx.data.ranks import mean_over_ranks
 from phalanx.data.samplers import (
@@ -29,9 +27,7 @@ __all__ = [
     "ResumableSampler",
     "count_samples",
     "join_uneven_inputs",
-    "load_mnist",
     "mean_over_ranks",
     "per_rank_batch_size",
-    "read_idx",
     "truncate_uneven_inputs",
 ]

@@ -30,7 +30,7 @@ __all__ = [
 
 T_co = TypeVar("T_co", covariant=True)
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("phalanx")
 
 _ADVICE = {
     "sampler": "resume with the kind of sampler that the state was saved from",
@@ -54,6 +54,9 @@ class Resumable(Sampler[T_co]):
     all been trained on. The training loop must therefore call `advance` after each step. An
     iteration begins at the position. After the end of the epoch it begins at the first item again.
     """
+
+    _stride = 1
+    """The distance by which a step moves the position."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -104,7 +107,7 @@ class Resumable(Sampler[T_co]):
             )
         if steps == 0:
             return
-        self._position = min(self._position + steps * self._stride(), self._end_position())
+        self._position = min(self._position + steps * self._stride, self._end_position())
         self._restarts = steps == remaining
         if not self._is_iterating:
             self._start = self._position
@@ -151,6 +154,13 @@ class Resumable(Sampler[T_co]):
             raise
         self._set_position(position)
 
+    def __len__(self) -> int:
+        """Return the number of items in the current iteration, or in the next once it has ended.
+
+        An iteration ends when `advance` reaches the end of the epoch.
+        """
+        return self._steps_left(0 if self._restarts else self._start)
+
     def _start_iteration(self) -> int:
         """Start a new iteration, and return the position at which it begins."""
         if self._restarts:
@@ -168,10 +178,6 @@ class Resumable(Sampler[T_co]):
         self._position = self._start = position
         self._restarts = self._is_iterating = False
         self._items_drawn = 0
-
-    def _steps(self) -> int:
-        """Return the number of items in the current iteration, or in the next once it has ended."""
-        return self._steps_left(0 if self._restarts else self._start)
 
     def _check(self, state: Mapping[str, Any], position: int) -> None:
         name = f"{type(self).__name__}.load_state_dict"
@@ -195,10 +201,6 @@ class Resumable(Sampler[T_co]):
     @abstractmethod
     def _end_position(self) -> int:
         """Return the position at the end of an epoch."""
-
-    @abstractmethod
-    def _stride(self) -> int:
-        """Return the distance by which a step moves the position."""
 
     @abstractmethod
     def _steps_left(self, position: int) -> int:
@@ -270,10 +272,6 @@ class ResumableSampler(Resumable[T_co]):
         super().load_state_dict(state)
         self._forward_epoch()
 
-    def __len__(self) -> int:
-        """Return the number of items in the current iteration, or in the next once it has ended."""
-        return self._steps()
-
     def __iter__(self) -> Iterator[T_co]:
         return self._count_items(itertools.islice(self.sampler, self._start_iteration(), None))
 
@@ -295,9 +293,6 @@ class ResumableSampler(Resumable[T_co]):
 
     def _end_position(self) -> int:
         return len(self.sampler)
-
-    def _stride(self) -> int:
-        return 1
 
     def _steps_left(self, position: int) -> int:
         return len(self.sampler) - position
@@ -347,7 +342,7 @@ class GlobalBatchSampler(Resumable[list[int]]):
     It resumes at a sample: call `advance()` after each step, save `state_dict()`, and load it into
     a sampler with the same data and seed. World size, global batch and `drop_last` may differ then:
     the rest of the epoch's order is split into new batches. `len()` and `weight()` count steps from
-    the beginning of the iteration.
+    the beginning of the iteration; `len()` is the same on every rank.
 
     Args:
         data: The data set, or any object with a length.
@@ -387,7 +382,7 @@ class GlobalBatchSampler(Resumable[list[int]]):
     ) -> None:
         super().__init__()
         self.samples = length(data)
-        self.global_batch = global_batch
+        self.global_batch = self._stride = global_batch
         self.world_size, self.rank = _resolve_rank(world_size, rank)
         self.shuffle = shuffle
         self.seed = seed
@@ -421,13 +416,6 @@ class GlobalBatchSampler(Resumable[list[int]]):
         start, stop = _rank_slice(size, self.world_size, self.rank)
         return (stop - start) / size
 
-    def __len__(self) -> int:
-        """Return the number of steps in the current iteration, or in the next once it has ended.
-
-        It is the same on every rank. An iteration ends when `advance` reaches the end of the epoch.
-        """
-        return self._steps()
-
     def __iter__(self) -> Iterator[list[int]]:
         return self._count_items(self._batches(self._start_iteration(), self._order()))
 
@@ -457,9 +445,6 @@ class GlobalBatchSampler(Resumable[list[int]]):
 
     def _end_position(self) -> int:
         return self.samples
-
-    def _stride(self) -> int:
-        return self.global_batch
 
     def _steps_left(self, position: int) -> int:
         whole, rest = divmod(self.samples - position, self.global_batch)
@@ -509,15 +494,10 @@ class EvaluationSampler(Resumable[int]):
         super().__init__()
         self.samples = length(data)
         self.world_size, self.rank = _resolve_rank(world_size, rank)
+        # A step covers one sample on each rank, so the ranks together cover a prefix of the set.
+        self._stride = self.world_size
         if self.samples == 0:
             raise UsageError("EvaluationSampler: 0 samples given, expected at least 1")
-
-    def __len__(self) -> int:
-        """Return the number of this rank's samples in the current iteration.
-
-        Once the iteration has ended, the number is that of the next iteration.
-        """
-        return self._steps()
 
     def __iter__(self) -> Iterator[int]:
         own = range(self._start_iteration() + self.rank, self.samples, self.world_size)
@@ -528,10 +508,6 @@ class EvaluationSampler(Resumable[int]):
 
     def _end_position(self) -> int:
         return self.samples
-
-    def _stride(self) -> int:
-        # A step covers one sample on each rank, so the ranks together cover a prefix of the set.
-        return self.world_size
 
     def _steps_left(self, position: int) -> int:
         return len(range(position + self.rank, self.samples, self.world_size))

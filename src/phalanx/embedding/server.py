@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
 
+from phalanx.checkpoints import load_local, save_local
 from phalanx.embedding.batch import Batch, index_error, prepare_gradients, prepare_indices
 from phalanx.embedding.optimizers import RowOptimizer
 from phalanx.embedding.sharding import Sharding, make_sharding
@@ -359,9 +357,9 @@ class EmbeddingServer:
     def save(self, path: str) -> None:
         """Write the rows, their state and the trainers' step counts to a separate directory.
 
-        The format is that of `torch.distributed.checkpoint`. A concurrent update of a row is
-        included completely or not at all. To save a state between two steps, call this while no
-        update is in progress.
+        The format is that of `phalanx.train.Checkpointer`: a state that `save` wrote there before
+        is replaced, whole or not at all. A concurrent update of a row is included completely or not
+        at all. To save a state between two steps, call this while no update is in progress.
 
         Raises:
             CheckpointError: The directory cannot be written.
@@ -370,45 +368,32 @@ class EmbeddingServer:
             steps = torch.tensor(self._steps)
         state = {"table": self.table.state_dict(), "steps": steps}
         try:
-            with _suppress_single_process_warning():
-                state_dict_saver.save(state, checkpoint_id=path, no_dist=True)
-        except CheckpointException as error:
-            raise CheckpointError(f"table {self.table.name!r}: {path} cannot be written") from error
+            save_local(Path(path), self.table.step, state)
+        except CheckpointError as error:
+            raise CheckpointError(f"table {self.table.name!r}: {error}") from error
 
     def load(self, path: str) -> None:
         """Replace the rows, their state and the step counts by those that `save` wrote.
-
-        PyTorch reads the metadata of the directory with pickle: load only trusted directories.
 
         Raises:
             CheckpointError: The directory cannot be read, or has another shape, optimizer or number
                 of trainers. Nothing is replaced.
         """
-        state: dict[str, Any] = {
-            "table": self.table.state_dict(),
-            "steps": torch.zeros(self.trainers).long(),
+        like = {
+            "table": self.table.describe_state(),
+            "steps": torch.empty(self.trainers, dtype=torch.int64, device="meta"),
         }
         try:
-            with _suppress_single_process_warning():
-                state_dict_loader.load(state, checkpoint_id=path, no_dist=True)
-        except CheckpointException as error:
-            reason = "; ".join(str(failure) for failure, _ in error.failures.values())
+            state = load_local(Path(path), like)
+        except (CheckpointError, UsageError) as error:
             raise CheckpointError(
-                f"table {self.table.name!r}: {path} cannot be loaded: {reason}"
+                f"table {self.table.name!r}: {path} cannot be loaded: {error}"
             ) from error
         self.table.load_state_dict(state["table"])
         with self._lock:
             self._steps = state["steps"].tolist()
             self._gradients.clear()
             self._failure = None
-
-
-@contextmanager
-def _suppress_single_process_warning() -> Iterator[None]:
-    """Suppress PyTorch's warning about saving from a single process, which is intended here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def _expire(server_ref: weakref.ref[EmbeddingServer]) -> None:

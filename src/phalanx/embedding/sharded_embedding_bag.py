@@ -25,13 +25,13 @@ from phalanx.embedding.server import EmbeddingServer
 from phalanx.embedding.sharded_table import (
     CollectiveUpdate,
     Future,
-    LocalTable,
     LookupPlan,
     ServerReference,
     ShardedTable,
     start_call,
 )
 from phalanx.embedding.sharding import make_sharding
+from phalanx.embedding.table import EmbeddingTable
 from phalanx.errors import UsageError
 from phalanx.rpc.agent import agent_or_none
 
@@ -175,7 +175,7 @@ class ShardedEmbeddingBag(nn.Module):
             plan.inverse.view(-1), rows, bag_offsets, mode=self.mode, per_sample_weights=weights
         )
 
-    def _table_for_pooling(self, weights: Tensor | None) -> LocalTable | None:
+    def _table_for_pooling(self, weights: Tensor | None) -> EmbeddingTable | None:
         """Return the table in memory if this batch can be pooled from it directly, else None."""
         prefetched, local_table = self._prefetched, self.table.only_local_table
         if local_table is None or (prefetched is not None and prefetched[2] is not None):
@@ -185,7 +185,7 @@ class ShardedEmbeddingBag(nn.Module):
         needs_rows = self.mode == "max" or (weights is not None and weights.requires_grad)
         return None if needs_rows and torch.is_grad_enabled() else local_table
 
-    def _pool(self, local_table: LocalTable, batch: Batch) -> Tensor:
+    def _pool(self, local_table: EmbeddingTable, batch: Batch) -> Tensor:
         if not torch.is_grad_enabled():
             return local_table.pool_batch(batch)
         batch = batch.clone()
@@ -283,10 +283,14 @@ class _LocalPooling(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, _anchor: Tensor, bag: ShardedEmbeddingBag, local_table: LocalTable, batch: Batch
+        ctx: Any,
+        _anchor: Tensor,
+        bag: ShardedEmbeddingBag,
+        table: EmbeddingTable,
+        batch: Batch,
     ) -> Tensor:
         ctx.bag, ctx.batch = bag, batch
-        return local_table.pool_batch(batch)
+        return table.pool_batch(batch)
 
     @staticmethod
     @once_differentiable

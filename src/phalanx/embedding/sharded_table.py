@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllreduceOptions,
 )
 
+from phalanx import _native
 from phalanx.embedding.batch import (
     MODES,
     Batch,
@@ -34,14 +35,13 @@ from phalanx.rpc.rref import RRef
 
 __all__ = [
     "CollectiveUpdate",
-    "LocalTable",
     "LookupPlan",
     "ServerReference",
     "ShardedTable",
     "start_call",
 ]
 
-_LOG = logging.getLogger(__name__)
+_log = logging.getLogger("phalanx")
 _GRACE_SECONDS = 30.0
 """Added to the server's own timeout for trainers, so that the server reports it first."""
 
@@ -66,29 +66,6 @@ class ServerReference(Protocol):
 
     def rpc_async(self, timeout: float = ...) -> Any:
         """Return a proxy on which each method call returns a future."""
-
-
-class LocalTable(Protocol):
-    """Rows in this process's memory, with the methods of `EmbeddingTable`."""
-
-    def gather(self, indices: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Return the rows of these indices."""
-        ...
-
-    def pool_batch(self, batch: Batch) -> Tensor:
-        """Combine the rows of each bag."""
-        ...
-
-    def update_batches(
-        self, batches: Sequence[BatchAddresses], divisor: float, share: Share, step: int
-    ) -> None:
-        """Make a step, or a part of one, with the gradients of several batches."""
-        ...
-
-    @property
-    def step(self) -> int:
-        """The number of steps made."""
-        ...
 
 
 class _CompletedFuture:
@@ -122,44 +99,39 @@ def start_call(
     return future
 
 
-class _MappedTable:
+class _MappedTable(EmbeddingTable):
     """A server's rows, mapped by this process, usable while the server is alive."""
 
-    def __init__(self, handle: TableHandle) -> None:
-        self.table = EmbeddingTable.open(handle)
-        self._name, self._pid = handle.name, handle.pid
+    def _initialize(self, core: _native.Rows, handle: TableHandle) -> None:
+        super()._initialize(core, handle)
         self._process = os.pidfd_open(handle.pid)
         self._poll = select.poll()
         self._poll.register(self._process, select.POLLIN)
 
     def gather(self, indices: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Return the rows of these indices."""
         self._check()
-        return self.table.gather(indices, out=out)
+        return super().gather(indices, out=out)
 
     def pool_batch(self, batch: Batch) -> Tensor:
-        """Combine the rows of each bag."""
         self._check()
-        return self.table.pool_batch(batch)
+        return super().pool_batch(batch)
 
     def update_batches(
-        self, batches: Sequence[BatchAddresses], divisor: float, share: Share, step: int
+        self,
+        batches: Sequence[BatchAddresses],
+        divisor: float = 1.0,
+        share: Share = Share(),  # noqa: B008 - it is immutable
+        step: int = 0,
     ) -> None:
-        """Make a step, or a part of one, with the gradients of several batches."""
         self._check()
-        self.table.update_batches(batches, divisor, share, step)
-
-    @property
-    def step(self) -> int:
-        """The number of steps made."""
-        return self.table.step
+        super().update_batches(batches, divisor, share, step)
 
     def _check(self) -> None:
         # The mapping outlives the server, but nothing would update it any more.
         if self._poll.poll(0):
             raise PeerLost(
-                f"table {self._name!r}: its server (pid {self._pid}) has exited: restart the job "
-                "from its last checkpoint"
+                f"table {self.name!r}: its server (pid {self.handle.pid}) has exited: restart the "
+                "job from its last checkpoint"
             )
 
     def __del__(self) -> None:
@@ -225,22 +197,22 @@ class ShardedTable:
         return [local_table is not None for local_table in self.local_tables]
 
     @property
-    def only_local_table(self) -> LocalTable | None:
+    def only_local_table(self) -> EmbeddingTable | None:
         """The table in memory if it has all rows, that is, if there is one server; else None."""
         return self.local_tables[0] if len(self.local_tables) == 1 else None
 
     def _open_local_table(
         self, server: EmbeddingServer | ServerReference, use_shared_memory: bool
-    ) -> LocalTable | None:
+    ) -> EmbeddingTable | None:
         if isinstance(server, EmbeddingServer):
             return server.table
         if not use_shared_memory or (isinstance(server, RRef) and not server.is_on_this_host()):
             return None
         handle = start_call(server, "handle").wait()
         try:
-            return _MappedTable(handle)
+            return _MappedTable.open(handle)
         except OSError as error:
-            _LOG.info(
+            _log.info(
                 "table %r: fetching rows by calls, because the memory of process %d cannot be "
                 "mapped (%s)",
                 self.name,
@@ -340,7 +312,7 @@ class CollectiveUpdate:
     def __init__(self, group: dist.ProcessGroup, table: ShardedTable) -> None:
         self._group, self._name = group, table.name
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._local_tables: list[LocalTable] = [
+        self._local_tables: list[EmbeddingTable] = [
             each for each in table.local_tables if each is not None
         ]
         self._row_size = table.width * table.dtype.itemsize

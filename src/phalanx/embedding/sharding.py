@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -13,31 +12,36 @@ from phalanx.errors import UsageError
 __all__ = ["HashSharding", "RangeSharding", "Sharding", "make_sharding"]
 
 
-class Sharding(Protocol):
+class Sharding(ABC):
     """An assignment of rows 0 to `rows` - 1 to `servers`, the same in every process."""
 
-    rows: int
-    servers: int
+    def __init__(self, rows: int, servers: int) -> None:
+        if not 1 <= servers <= rows:
+            raise UsageError(
+                f"{rows} rows over {servers} servers given, expected at least one server and at "
+                "least one row per server"
+            )
+        self.rows, self.servers = rows, servers
 
     def count_rows(self, server: int) -> int:
         """Return the number of rows of a server."""
+        return len(self._row_range(server))
 
     def list_rows(self, server: int) -> Tensor:
         """Return the indices of a server's rows, in the server's order."""
+        rows = self._row_range(server)
+        return torch.arange(rows.start, rows.stop, rows.step)
 
+    @abstractmethod
     def locate(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's server, and the row's index on that server."""
 
-
-def _check_counts(rows: int, servers: int) -> None:
-    if not 1 <= servers <= rows:
-        raise UsageError(
-            f"{rows} rows over {servers} servers given, expected at least one server and at least "
-            "one row per server"
-        )
+    @abstractmethod
+    def _row_range(self, server: int) -> range:
+        """Return the indices of a server's rows as a range."""
 
 
-class RangeSharding:
+class RangeSharding(Sharding):
     """Sharding by consecutive rows; if it is uneven, the first servers have one row more.
 
     Args:
@@ -53,19 +57,13 @@ class RangeSharding:
     """
 
     def __init__(self, rows: int, servers: int) -> None:
-        _check_counts(rows, servers)
-        self.rows, self.servers = rows, servers
+        super().__init__(rows, servers)
         quotient, remainder = divmod(rows, servers)
         self._starts = [server * quotient + min(server, remainder) for server in range(servers + 1)]
         self._ends = torch.tensor(self._starts[1:])
 
-    def count_rows(self, server: int) -> int:
-        """Return the number of rows of a server."""
-        return self._starts[server + 1] - self._starts[server]
-
-    def list_rows(self, server: int) -> Tensor:
-        """Return the indices of a server's rows, in the server's order."""
-        return torch.arange(self._starts[server], self._starts[server + 1])
+    def _row_range(self, server: int) -> range:
+        return range(self._starts[server], self._starts[server + 1])
 
     def locate(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's server, and the row's index on that server."""
@@ -73,7 +71,7 @@ class RangeSharding:
         return owners, indices - torch.tensor(self._starts)[owners]
 
 
-class HashSharding:
+class HashSharding(Sharding):
     """Sharding with row r on server r modulo `servers`, which spreads frequent rows over all.
 
     Args:
@@ -88,27 +86,15 @@ class HashSharding:
         tensor([1, 3])
     """
 
-    def __init__(self, rows: int, servers: int) -> None:
-        _check_counts(rows, servers)
-        self.rows, self.servers = rows, servers
-
-    def count_rows(self, server: int) -> int:
-        """Return the number of rows of a server."""
-        return len(range(server, self.rows, self.servers))
-
-    def list_rows(self, server: int) -> Tensor:
-        """Return the indices of a server's rows, in the server's order."""
-        return torch.arange(server, self.rows, self.servers)
+    def _row_range(self, server: int) -> range:
+        return range(server, self.rows, self.servers)
 
     def locate(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's server, and the row's index on that server."""
         return indices % self.servers, indices.div(self.servers, rounding_mode="floor")
 
 
-_SHARDINGS: dict[str, Callable[[int, int], Sharding]] = {
-    "range": RangeSharding,
-    "hash": HashSharding,
-}
+_SHARDINGS: dict[str, type[Sharding]] = {"range": RangeSharding, "hash": HashSharding}
 
 
 def make_sharding(sharding: str, rows: int, servers: int) -> Sharding:

@@ -315,6 +315,13 @@ class EmbeddingTable:
             )
         return {**state, "step": torch.tensor(self.step)}
 
+    def describe_state(self) -> dict[str, Tensor]:
+        """Return a result of `state_dict` without data: tensors on the device "meta"."""
+        names = ("weight", *self.optimizer.state_names)
+        rows = torch.empty(self.rows, self.width, dtype=self.dtype, device="meta")
+        step = torch.empty((), dtype=torch.int64, device="meta")
+        return {**dict.fromkeys(names, rows), "step": step}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace all rows, their state and the number of steps by a result of `state_dict`.
 

@@ -2,8 +2,7 @@
 
 - `gradients`: average of the gradients of all ranks after a backward pass: synchronous SGD in one
   call.
-- `algorithms`: all-reduce by point-to-point messages: two rings, halving and doubling, and a tree;
-  `peers`: the primitives that they consist of.
+- `algorithms`: all-reduce by point-to-point messages: two rings, halving and doubling, and a tree.
 - `shared_data_parallel`: a counterpart of DDP for ranks that share memory, with one copy for all of
   them.
 - `sync_batch_norm`: batch normalization over the batches of all ranks.

@@ -1,6 +1,7 @@
 """Average gradients over the ranks, after `loss.backward()` and before `optimizer.step()`."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,7 +9,13 @@ from torch import Tensor, nn
 
 from phalanx.errors import UsageError
 
-__all__ = ["BUCKET_BYTES", "average_gradients", "average_gradients_per_parameter"]
+__all__ = [
+    "BUCKET_BYTES",
+    "average_gradients",
+    "average_gradients_per_parameter",
+    "check_group",
+    "run_packed",
+]
 
 #: The size of the gradients in one all-reduce, in bytes: the default of PyTorch's DDP.
 BUCKET_BYTES = 25 * 2**20
@@ -65,7 +72,7 @@ def average_gradients(
     # saves a message.
     present = trainable[0].new_tensor([parameter.grad is not None for parameter in trainable])
     for bucket in _buckets([present, *gradients], bucket_bytes):
-        _all_reduce_bucket(bucket, group)
+        run_packed(dist.all_reduce, bucket, group=group)
     if any(parameter.grad is None for parameter in trainable):
         _set_missing_gradients(trainable, gradients, present.tolist())
 
@@ -90,7 +97,7 @@ def average_gradients_per_parameter(
     scale = _scale(group, weight)
     for parameter in trainable:
         gradient = _scaled_gradient(parameter, scale)
-        _all_reduce_bucket([gradient], group)
+        run_packed(dist.all_reduce, [gradient], group=group)
         parameter.grad = gradient
 
 
@@ -117,22 +124,30 @@ def _trainable(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
 
 def _scale(group: dist.ProcessGroup | None, weight: float | None) -> float:
     """Check the arguments, and return the factor of this rank's gradients."""
-    if not dist.is_initialized():
-        raise UsageError(
-            "average_gradients: no process group: call phalanx.init() or "
-            "torch.distributed.init_process_group() first"
-        )
-    world_size = dist.get_world_size(group)
-    if world_size < 1:
-        raise UsageError("average_gradients: this rank is not a member of the group given")
+    check_group(group, "average_gradients")
     if weight is None:
-        return 1 / world_size
+        return 1 / dist.get_world_size(group)
     if not 0 <= weight <= 1:
         raise UsageError(
             f"average_gradients: weight {weight} given, expected 0 to 1: "
             "the rank's batch / the global batch"
         )
     return weight
+
+
+def check_group(group: dist.ProcessGroup | None, caller: str) -> None:
+    """Check that there is a process group, and that this rank is a member of the given one.
+
+    Raises:
+        UsageError: There is none, or this rank is not a member.
+    """
+    if not dist.is_initialized():
+        raise UsageError(
+            f"{caller}: no process group: call phalanx.init() or "
+            "torch.distributed.init_process_group() first"
+        )
+    if dist.get_rank(group) < 0:
+        raise UsageError(f"{caller}: this rank is not a member of the group given")
 
 
 def _scaled_gradient(parameter: Tensor, scale: float) -> Tensor:
@@ -165,15 +180,15 @@ def _buckets(tensors: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]
     yield from open_buckets.values()
 
 
-def _all_reduce_bucket(bucket: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Sum the tensors over the ranks, in place, by one all-reduce."""
-    if len(bucket) == 1 and bucket[0].is_contiguous():
-        dist.all_reduce(bucket[0], group=group)
+def run_packed(collective: Callable[..., object], tensors: list[Tensor], **options: Any) -> None:
+    """Run a collective, in place, on tensors of one dtype and device, packed into one tensor."""
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        collective(tensors[0], **options)
         return
-    packed = torch.cat([tensor.reshape(-1) for tensor in bucket])
-    dist.all_reduce(packed, group=group)
-    parts = torch.split(packed, [tensor.numel() for tensor in bucket])
-    for tensor, part in zip(bucket, parts, strict=True):
+    packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    collective(packed, **options)
+    parts = torch.split(packed, [tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view(tensor.shape))
 
 

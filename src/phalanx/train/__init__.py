@@ -1,4 +1,4 @@
-"""A training loop that resumes exactly, and the checkpoints that it resumes from.
+"""A training loop that resumes exactly from checkpoints.
 
 `trainer` contains the loop. It is built on these modules:
 
@@ -12,14 +12,15 @@
 - `preemption`: the handling of SIGTERM.
 - `progress`: the progress bar, TensorBoard and `phalanx watch`.
 
-`checkpoints` saves the training state to disk, so that it survives the death of ranks. A custom
-training loop can use it too, with `random_states` for the random generators of every rank.
+`phalanx.checkpoints` saves the training state to disk, so that it survives the death of ranks. A
+custom training loop can use its `Checkpointer` too, with `random_states` for the random generators
+of every rank.
 
 The package uses only the public API of `torch.distributed`. It runs on any backend, and in a single
 process without a process group.
 """
 
-from phalanx.train.checkpoints import Checkpoint, Checkpointer
+from phalanx.checkpoints import Checkpoint, Checkpointer
 from phalanx.train.preemption import PREEMPTION_EXIT_CODE
 from phalanx.train.random_generators import random_states, restore_random_states
 from phalanx.train.trainer import Result, Trainer

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from phalanx.checkpoints import Checkpointer
 from phalanx.errors import UsageError
 from phalanx.train.batch_schedule import BatchSchedule, MicroBatch
-from phalanx.train.checkpoints import Checkpointer
 from phalanx.train.evaluation import Evaluation, Loss, move_to_device, unpack_loss
 from phalanx.train.preemption import PREEMPTION_EXIT_CODE, PreemptionHandler
 from phalanx.train.progress import Display, check_tensorboard, open_tensorboard

@@ -29,11 +29,10 @@ _NO_CHANGE = contextlib.nullcontext()
 
 
 class _BucketRange(NamedTuple):
-    """Elements `start` to `end` of a parameter, with their bucket and their memory in it."""
+    """A range of a parameter's elements, with their bucket and their memory in it."""
 
     bucket: int
-    start: int
-    end: int
+    elements: slice
     buffer: Tensor
 
 
@@ -137,13 +136,11 @@ class Gradients:
         layout, topology = self._layout, self._topology
         self._copy_assigned()
         topology.barrier()  # no rank reads what others are about to publish
-        if topology.is_owner:
-            for bucket in layout.slices(topology.local_rank):
-                # Gradients that this rank has changed itself.
-                self.memory.publish(bucket.start, bucket.end)
+        # Gradients that this rank has changed itself.
+        self.memory.publish(layout.slices(topology.local_rank))
         own_slices = [
             self.memory.shared(fragment.start, fragment.end, layout.dtypes[fragment.parameter])
-            for fragment in (layout.fragments(topology.local_rank) if topology.is_owner else [])
+            for fragment in layout.owned_fragments(topology.local_rank)
             if self._parameters[fragment.parameter].grad is not None
         ]
         norm = _norm(own_slices, topology, norm_type)
@@ -217,7 +214,7 @@ class Gradients:
             elif isinstance(elements, Product):
                 elements.write(bucket_range.buffer)
             else:
-                bucket_range.buffer.copy_(elements[bucket_range.start : bucket_range.end])
+                bucket_range.buffer.copy_(elements[bucket_range.elements])
 
     def _open_bucket(self, bucket: int) -> bool:
         """Return whether a bucket may be written; launch the one before it, which is complete."""
@@ -239,19 +236,13 @@ class Gradients:
 def _ranges(layout: Layout, buffer: Callable[[int], Tensor]) -> list[list[_BucketRange]]:
     """Return the ranges of each parameter in the buckets."""
     ranges: list[list[_BucketRange]] = [[] for _ in layout.slots]
-    bucket = 0
-    for number in layout.order:
-        slot, size = layout.slots[number], layout.dtypes[number].itemsize
-        while bucket + 1 < len(layout.buckets) and layout.buckets[bucket].end <= slot.start:
-            bucket += 1
-        for index in range(bucket, len(layout.buckets)):
-            start, end = layout.buckets[index].start, layout.buckets[index].end
-            first, last = max(start, slot.start), min(end, slot.end)
-            if first >= last:
-                break
-            part = buffer(index)[(first - start) // size : (last - start) // size]
-            bounds = (first - slot.start) // size, (last - slot.start) // size
-            ranges[number].append(_BucketRange(index, *bounds, part))
+    for fragment in layout.fragments(layout.buckets):
+        bucket, size = layout.buckets[fragment.region], layout.dtypes[fragment.parameter].itemsize
+        first, last = (offset - bucket.start for offset in (fragment.start, fragment.end))
+        part = buffer(fragment.region)[first // size : last // size]
+        ranges[fragment.parameter].append(
+            _BucketRange(fragment.region, layout.elements(fragment), part)
+        )
     return ranges
 
 

@@ -8,7 +8,7 @@ whole pages, so that no page has two owners.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,11 +49,12 @@ class ParameterSlot:
 
 @dataclass(frozen=True)
 class ParameterFragment:
-    """A run of a parameter's elements that one rank owns: bytes `start` to `end` of the memory."""
+    """The part of a parameter in a region: bytes `start` to `end` of the memory."""
 
     parameter: int
     start: int
     end: int
+    region: int
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,11 @@ class Bucket:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
 class Layout:
     """The layout of a model's parameters in memory.
 
-    Args:
+    Attributes:
         slots: The position of each parameter, by number, and then that of the presence flags, which
             have an element for each parameter.
         dtypes: The dtype of each parameter, and that of the flags.
@@ -77,50 +79,49 @@ class Layout:
         owners: The number of ranks among which each bucket is divided.
     """
 
-    def __init__(
-        self,
-        slots: Sequence[ParameterSlot],
-        dtypes: Sequence[torch.dtype],
-        order: Sequence[int],
-        buckets: Sequence[Bucket],
-        owners: int,
-    ) -> None:
-        self.slots = tuple(slots)
-        self.dtypes = tuple(dtypes)
-        self.order = tuple(order)
-        self.buckets = tuple(buckets)
-        self.owners = owners
+    slots: Sequence[ParameterSlot]
+    dtypes: Sequence[torch.dtype]
+    order: Sequence[int]
+    buckets: Sequence[Bucket]
+    owners: int
 
     @property
     def bytes(self) -> int:
         """The size of the memory."""
         return self.buckets[-1].end
 
-    def slices(self, owner: int) -> Iterator[Bucket]:
-        """Yield an owner's slice of each bucket."""
-        for bucket in self.buckets:
+    def slices(self, rank: int) -> Iterator[Bucket]:
+        """Yield a rank's slice of each bucket; none if the rank is not an owner."""
+        for bucket in self.buckets if rank < self.owners else ():
             size = (bucket.end - bucket.start) // self.owners
-            start = bucket.start + owner * size
+            start = bucket.start + rank * size
             yield Bucket(start, start + size, bucket.dtype)
 
-    def fragments(self, owner: int) -> list[ParameterFragment]:
-        """Return an owner's fragments, none of which crosses the end of a parameter or a slice."""
-        order = self.order[:-1]
-        fragments = []
+    def fragments(self, regions: Iterable[Bucket]) -> Iterator[ParameterFragment]:
+        """Yield the parts of parameters, and of the flags, in ascending regions."""
         first = 0
-        for owned in self.slices(owner):
-            while first < len(order) and self.slots[order[first]].end <= owned.start:
+        for region, bounds in enumerate(regions):
+            while first < len(self.order) and self.slots[self.order[first]].end <= bounds.start:
                 first += 1
-            for number in order[first:]:
+            for number in self.order[first:]:
                 slot = self.slots[number]
-                if slot.start >= owned.end:
+                if slot.start >= bounds.end:
                     break
-                fragment = ParameterFragment(
-                    number, max(owned.start, slot.start), min(owned.end, slot.end)
-                )
-                if fragment.start < fragment.end:
-                    fragments.append(fragment)
-        return fragments
+                start, end = max(bounds.start, slot.start), min(bounds.end, slot.end)
+                if start < end:
+                    yield ParameterFragment(number, start, end, region)
+
+    def owned_fragments(self, rank: int) -> list[ParameterFragment]:
+        """Return the fragments of parameters in a rank's slices."""
+        flags = self.order[-1]
+        fragments = self.fragments(self.slices(rank))
+        return [fragment for fragment in fragments if fragment.parameter != flags]
+
+    def elements(self, fragment: ParameterFragment) -> slice:
+        """Return the indices of a fragment's elements in its parameter."""
+        start = self.slots[fragment.parameter].start
+        size = self.dtypes[fragment.parameter].itemsize
+        return slice((fragment.start - start) // size, (fragment.end - start) // size)
 
 
 def make_layout(parameters: Sequence[Tensor], owners: int, bucket_bytes: int) -> Layout:

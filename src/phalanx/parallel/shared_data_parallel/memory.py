@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch.utils.dlpack import from_dlpack
 
 from phalanx import _native
 from phalanx.errors import PhalanxError
-from phalanx.parallel.shared_data_parallel.layout import PAGE_BYTES, round_up
+from phalanx.parallel.shared_data_parallel.layout import PAGE_BYTES, Bucket, round_up
 from phalanx.parallel.shared_data_parallel.rank_topology import RankTopology
 
 __all__ = ["HostMemory", "flat", "shaped_like"]
@@ -83,17 +84,10 @@ class HostMemory:
             return torch.empty(0, dtype=dtype)
         return from_dlpack(self._memory.shared_view(start, end - start)).view(dtype)
 
-    def publish(self, start: int, end: int) -> int:
-        """Make this rank's writes to its replica common to all ranks.
-
-        Args:
-            start: The first byte; a multiple of the page size.
-            end: The byte after the last one; a multiple of the page size.
-
-        Returns:
-            The number of pages that this rank had written.
-        """
-        return self._memory.publish(start, end - start)
+    def publish(self, slices: Iterable[Bucket]) -> None:
+        """Make this rank's writes to slices of its replica common to all ranks."""
+        for part in slices:
+            self._memory.publish(part.start, part.end - part.start)
 
     def discard(self) -> int:
         """Drop this rank's writes to its replica; return the number of pages that it had."""
@@ -101,37 +95,18 @@ class HostMemory:
 
 
 def shaped_like(memory: Tensor, like: Tensor) -> Tensor:
-    """View flat memory as a tensor with the shape of `like`, and its strides if it is dense."""
-    return memory.as_strided(like.shape, _strides(like))
+    """View flat memory as a tensor with the shape of `like`, and its strides if it is dense.
+
+    A channels-last weight, for example, keeps its strides.
+    """
+    return memory.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
 
 
 def flat(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the elements of a tensor as a 1-D tensor, in the order of `shaped_like(memory, like)`.
+    """Return the elements of a tensor as a 1-D tensor, in the order of a dense tensor `like`.
 
     The result is a view if `tensor` has the same strides, otherwise a copy.
     """
-    if tensor.stride() != _strides(like):
-        tensor = tensor.new_empty_strided(like.shape, _strides(like)).copy_(tensor)
+    if tensor.stride() != like.stride():
+        tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _strides(like: Tensor) -> tuple[int, ...]:
-    """Return the strides of a tensor without gaps, otherwise those of a contiguous tensor.
-
-    A channels-last weight keeps its strides.
-    """
-    expected = 1
-    for stride, extent in sorted(zip(like.stride(), like.shape, strict=True)):
-        if extent > 1 and stride != expected:
-            return _contiguous(like)
-        expected *= extent
-    return like.stride()
-
-
-def _contiguous(like: Tensor) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for extent in reversed(like.shape):
-        strides.insert(0, step)
-        step *= max(extent, 1)
-    return tuple(strides)

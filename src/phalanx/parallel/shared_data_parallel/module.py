@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from phalanx.errors import CollectiveMismatch, UsageError
+from phalanx.parallel.gradients import run_packed
 from phalanx.parallel.shared_data_parallel.deferred_linear import (
     DeferredLinearGrad,
     accumulation_node,
@@ -148,7 +149,7 @@ class SharedDataParallel(nn.Module):
                     "SharedDataParallel: an exception interrupted the last backward pass, so the "
                     "ranks are no longer synchronized: end the job, and restart from a checkpoint"
                 )
-            self._shared.views.restore()
+            self._shared.restore_views()
             return self._forward(self.require_backward_grad_sync, *inputs, **keywords)
         return self.module(*inputs, **keywords)
 
@@ -281,11 +282,7 @@ class SharedDataParallel(nn.Module):
             if buffer.numel():
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for buffers in by_dtype.values():
-            packed = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            dist.broadcast(packed, group=self._shared.topology.group, group_src=0)
-            parts = torch.split(packed, [buffer.numel() for buffer in buffers])
-            for buffer, part in zip(buffers, parts, strict=True):
-                buffer.copy_(part.view(buffer.shape))
+            run_packed(dist.broadcast, buffers, group=self._shared.topology.group, group_src=0)
 
 
 class PlainCopy(nn.Module):

@@ -13,7 +13,6 @@ from phalanx.errors import UsageError
 from phalanx.parallel.shared_data_parallel.gradients import Gradients
 from phalanx.parallel.shared_data_parallel.layout import (
     ALIGNMENT,
-    Layout,
     ParameterFragment,
     round_up,
 )
@@ -40,6 +39,18 @@ ELEMENTWISE = (
 
 # The keys of a parameter group that are not options.
 _NON_OPTION_KEYS = ("params", "param_names")
+
+
+class _Slice(NamedTuple):
+    """A fragment that this rank updates."""
+
+    group: int
+    """The index of its parameter group."""
+    local: nn.Parameter
+    """The parameter of the inner optimizer, in the memory of the host."""
+    fragment: ParameterFragment
+    average: Tensor
+    """This rank's replica of its averaged gradient."""
 
 
 class ShardedOptimizer(optim.Optimizer):
@@ -88,17 +99,16 @@ class ShardedOptimizer(optim.Optimizer):
         defaults = optimizer_class([torch.zeros(1)], **options).defaults
         super().__init__(list(shared.trained if params is None else params), defaults)
         self._is_constructed = True
-        self._fragments = self._find_fragments()
-        self._inner = self._make_inner(optimizer_class, options)
-        self._averages: list[tuple[nn.Parameter, ParameterFragment, Tensor]] = [
-            (
-                local,
-                fragment,
-                gradients.average_fragment(fragment.start, fragment.end, fragment.parameter),
-            )
-            for fragments in self._fragments
-            for local, fragment in fragments
+        self._slices = self._divide()
+        """This rank's slices, in the order of the groups."""
+        groups = [
+            {
+                **{key: value for key, value in group.items() if key not in _NON_OPTION_KEYS},
+                "params": [own.local for own in self._slices if own.group == index],
+            }
+            for index, group in enumerate(self.param_groups)
         ]
+        self._inner: Any = optimizer_class(groups, **options) if self._slices else None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group during construction, like the base class.
@@ -120,39 +130,27 @@ class ShardedOptimizer(optim.Optimizer):
                     "is not part of this model or does not require a gradient"
                 )
 
-    def _find_fragments(self) -> list[list[tuple[nn.Parameter, ParameterFragment]]]:
-        """Return this rank's fragments of each group's parameters."""
+    def _divide(self) -> list[_Slice]:
+        """Return this rank's fragments of the parameters."""
         group_of = {
             self._parameter_numbers[id(parameter)]: index
             for index, group in enumerate(self.param_groups)
             for parameter in group["params"]
         }
-        fragments: list[list[tuple[nn.Parameter, ParameterFragment]]] = [
-            [] for _ in self.param_groups
+        layout, memory = self._shared.layout, self._shared.memory
+        slices = [
+            _Slice(
+                group_of[fragment.parameter],
+                nn.Parameter(
+                    memory.shared(fragment.start, fragment.end, layout.dtypes[fragment.parameter])
+                ),
+                fragment,
+                self._gradients.average_fragment(fragment.start, fragment.end, fragment.parameter),
+            )
+            for fragment in layout.owned_fragments(self._shared.topology.local_rank)
+            if fragment.parameter in group_of
         ]
-        topology, layout = self._shared.topology, self._shared.layout
-        for fragment in layout.fragments(topology.local_rank) if topology.is_owner else []:
-            if (index := group_of.get(fragment.parameter)) is not None:
-                part = self._shared.memory.shared(
-                    fragment.start, fragment.end, layout.dtypes[fragment.parameter]
-                )
-                fragments[index].append((nn.Parameter(part), fragment))
-        return fragments
-
-    def _make_inner(
-        self, optimizer_class: Callable[..., optim.Optimizer], options: dict[str, Any]
-    ) -> Any:
-        """Return the optimizer of this rank's fragments, or None if the rank has none."""
-        groups = [
-            {
-                **{key: value for key, value in group.items() if key not in _NON_OPTION_KEYS},
-                "params": [local for local, _ in fragments],
-            }
-            for group, fragments in zip(self.param_groups, self._fragments, strict=True)
-        ]
-        return (
-            optimizer_class(groups, **options) if any(group["params"] for group in groups) else None
-        )
+        return sorted(slices, key=lambda own: own.group)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update this rank's slices with its gradients; block until all ranks of the host have.
@@ -170,9 +168,10 @@ class ShardedOptimizer(optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         shared = self._shared
-        shared.views.restore()
+        shared.restore_views()
         shared.topology.barrier()  # no rank reads the parameters any more
-        self._publish()
+        # In-place writes to this rank's slices, so that the step starts from them.
+        shared.memory.publish(shared.layout.slices(shared.topology.local_rank))
         if self._inner is not None:
             self._update()
         shared.topology.barrier()
@@ -184,17 +183,16 @@ class ShardedOptimizer(optim.Optimizer):
     def _update(self) -> None:
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({key: group[key] for key in inner if key != "params" and key in group})
-        trained = self._shared.trained
-        for local, fragment, average in self._averages:
+        trained, layout = self._shared.trained, self._shared.layout
+        for _, local, fragment, average in self._slices:
             gradient = trained[fragment.parameter].grad
             if gradient is None:
                 local.grad = None
             elif self._gradients.is_average(gradient, fragment.parameter):
                 local.grad = average
             else:  # the user has assigned another gradient
-                local.grad = self._slice_elements(
-                    flat(gradient, trained[fragment.parameter]), fragment
-                )
+                elements = flat(gradient, trained[fragment.parameter])
+                local.grad = elements[layout.elements(fragment)]
         has_state = bool(self._inner.state)
         self._step_inner()
         if not has_state:  # the new state lies in between memory that gradients have freed
@@ -209,29 +207,7 @@ class ShardedOptimizer(optim.Optimizer):
         else:
             step.__wrapped__(inner)
 
-    def _slice_elements(self, elements: Tensor, fragment: ParameterFragment) -> Tensor:
-        """Return a fragment of a parameter's elements."""
-        layout = self._shared.layout
-        start = layout.slots[fragment.parameter].start
-        size = layout.dtypes[fragment.parameter].itemsize
-        return elements[(fragment.start - start) // size : (fragment.end - start) // size]
-
-    def _publish(self) -> None:
-        """Publish in-place writes to this rank's slices, so that the step starts from them."""
-        shared = self._shared
-        if shared.topology.is_owner:
-            for bucket in shared.layout.slices(shared.topology.local_rank):
-                shared.memory.publish(bucket.start, bucket.end)
-
     # The state, in the format of the optimizer that is divided.
-
-    def _fragment_states(self) -> list[tuple[ParameterFragment, dict[str, Any]]]:
-        """Return the state of each fragment of this rank."""
-        if self._inner is None:
-            return []
-        return [
-            (fragment, self._inner.state.get(local, {})) for local, fragment, _ in self._averages
-        ]
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -242,7 +218,8 @@ class ShardedOptimizer(optim.Optimizer):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        states = _collect_states(self._fragment_states(), self._shared)
+        own = [(it.fragment, self._inner.state.get(it.local, {})) for it in self._slices]
+        states = _collect_states(own, self._shared)
         index = {number: i for i, number in enumerate(self._parameter_order())}
         packed = {
             "state": {i: states[n] for n, i in index.items() if n in states},
@@ -279,7 +256,7 @@ class ShardedOptimizer(optim.Optimizer):
             group.update({key: saved[key] for key in saved if key not in _NON_OPTION_KEYS})
         index = {number: i for i, number in enumerate(self._parameter_order())}
         states_of = {int(i): state for i, state in state_dict["state"].items()}
-        for local, fragment, _ in self._averages:
+        for _, local, fragment, _ in self._slices:
             state = states_of.get(index[fragment.parameter])
             if state is None:
                 self._inner.state.pop(local, None)
@@ -302,7 +279,7 @@ class ShardedOptimizer(optim.Optimizer):
         value = value.to(parameter.dtype) if value.is_floating_point() else value
         if value.dim() == 0 and parameter.dim():
             return value.clone()
-        return self._slice_elements(flat(value, parameter), fragment).clone()
+        return flat(value, parameter)[self._shared.layout.elements(fragment)].clone()
 
     def _parameter_order(self) -> list[int]:
         """Return the numbers of the parameters, in the order of the groups."""
@@ -313,18 +290,8 @@ class ShardedOptimizer(optim.Optimizer):
         ]
 
 
-class _Summary(NamedTuple):
-    """A rank's description of the state of a parameter of which it has a fragment."""
-
-    tensors: dict[str, torch.dtype]
-    """The dtypes of the tensors that have an element for each element of the parameter."""
-    scalars: dict[str, Any]
-    """All other values."""
-
-
 def _collect_states(
-    fragments: Sequence[tuple[ParameterFragment, dict[str, Any]]],
-    shared: SharedParameters,
+    fragments: Sequence[tuple[ParameterFragment, dict[str, Any]]], shared: SharedParameters
 ) -> dict[int, dict[str, Any]]:
     """Return the whole state of each parameter, by its number; all ranks of the host must call it.
 
@@ -332,24 +299,26 @@ def _collect_states(
         fragments: This rank's fragments, each with its state.
         shared: The parameters of the model.
     """
-    summaries = _exchange_summaries(
-        {fragment.parameter: _summary(state) for fragment, state in fragments}, shared.topology
+    states = _gather_summaries(
+        {fragment.parameter: _summarize(state) for fragment, state in fragments if state},
+        shared.topology,
     )
     offsets: dict[tuple[int, str], tuple[int, torch.dtype]] = {}
     size = 0
-    for number, summary in sorted(summaries.items()):
-        for key, dtype in sorted(summary.tensors.items()):
-            offsets[number, key] = size, dtype
-            size += round_up(shared.trained[number].numel() * dtype.itemsize, ALIGNMENT)
+    for number in sorted(states):
+        for key, dtype in sorted(states[number].items()):
+            if isinstance(dtype, torch.dtype):
+                offsets[number, key] = size, dtype
+                size += round_up(shared.trained[number].numel() * dtype.itemsize, ALIGNMENT)
     memory = HostMemory(size, shared.topology)
     for fragment, state in fragments:
+        first = shared.layout.elements(fragment).start
         for key, value in state.items():
             if (fragment.parameter, key) in offsets:
-                _write_fragment(
-                    memory, value, fragment, offsets[fragment.parameter, key], shared.layout
-                )
+                offset, dtype = offsets[fragment.parameter, key]
+                start = offset + first * dtype.itemsize
+                memory.shared(start, start + value.numel() * dtype.itemsize, dtype).copy_(value)
     shared.topology.barrier()
-    states = {number: dict(summary.scalars) for number, summary in summaries.items()}
     for (number, key), (start, dtype) in offsets.items():
         parameter = shared.trained[number]
         part = memory.replica(start, start + parameter.numel() * dtype.itemsize, dtype)
@@ -357,44 +326,26 @@ def _collect_states(
     return states
 
 
-def _summary(state: dict[str, Any]) -> _Summary:
-    tensors: dict[str, torch.dtype] = {}
-    scalars: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.dim():
-            tensors[key] = value.dtype
-        else:
-            scalars[key] = value.clone() if isinstance(value, Tensor) else value
-    return _Summary(tensors, scalars)
+def _summarize(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with the dtype in place of each tensor that has the parameter's elements."""
+
+    def summarize(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.dtype if value.dim() else value.clone()
+        return value
+
+    return {key: summarize(value) for key, value in state.items()}
 
 
-def _exchange_summaries(own: dict[int, _Summary], topology: RankTopology) -> dict[int, _Summary]:
+def _gather_summaries(
+    own: dict[int, dict[str, Any]], topology: RankTopology
+) -> dict[int, dict[str, Any]]:
     """Return a summary of each parameter with a state, from the first rank that has a fragment."""
-    by_rank: list[dict[int, _Summary]] = [own]
+    by_rank = [own]
     if topology.host_group is not None:
         by_rank = [{}] * topology.local_size
         dist.all_gather_object(by_rank, own, group=topology.host_group)
-    merged: dict[int, _Summary] = {}
-    for summaries in by_rank:
-        for number, summary in summaries.items():
-            if summary.tensors or summary.scalars:
-                merged.setdefault(number, summary)
-    return merged
-
-
-def _write_fragment(
-    memory: HostMemory,
-    value: Tensor,
-    fragment: ParameterFragment,
-    location: tuple[int, torch.dtype],
-    layout: Layout,
-) -> None:
-    start, dtype = location
-    offset_in_parameter = fragment.start - layout.slots[fragment.parameter].start
-    first = (
-        start + offset_in_parameter // layout.dtypes[fragment.parameter].itemsize * dtype.itemsize
-    )
-    memory.shared(first, first + value.numel() * dtype.itemsize, dtype).copy_(value)
+    return {n: state for summaries in reversed(by_rank) for n, state in summaries.items()}
 
 
 def _check_state(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:

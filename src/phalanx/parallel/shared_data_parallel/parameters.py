@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from phalanx.errors import UsageError
 from phalanx.parallel.shared_data_parallel.layout import Layout, make_layout
-from phalanx.parallel.shared_data_parallel.memory import HostMemory, flat, shaped_like
+from phalanx.parallel.shared_data_parallel.memory import HostMemory, shaped_like
 from phalanx.parallel.shared_data_parallel.rank_topology import RankTopology, find_topology
 
-__all__ = ["ParameterViews", "SharedParameters", "share_parameters", "trim_heap"]
+__all__ = ["SharedParameters", "share_parameters", "trim_heap"]
 
 #: The dtypes of parameters that can be trained; frozen parameters may have any dtype.
 TRAINABLE_DTYPES = (
@@ -37,14 +37,34 @@ class SharedParameters:
         layout: The layout of the trained parameters, and of their gradients.
         topology: The ranks and hosts.
         memory: The memory of the trained parameters.
-        views: The views of all parameters, including frozen ones.
+        views: The view of the memory of each parameter, including frozen ones.
     """
 
     trained: list[nn.Parameter]
     layout: Layout
     topology: RankTopology
     memory: HostMemory
-    views: ParameterViews
+    views: list[tuple[nn.Parameter, Tensor]]
+
+    @torch.no_grad()
+    def restore_views(self) -> None:
+        """Copy data that was assigned to `parameter.data` into the memory, and restore the view.
+
+        Raises:
+            UsageError: The data has another shape, dtype or device.
+        """
+        for parameter, view in self.views:
+            data = parameter.data
+            if data.data_ptr() == view.data_ptr() and data.stride() == view.stride():
+                continue
+            if data.shape != view.shape or data.dtype != view.dtype or data.device != view.device:
+                raise UsageError(
+                    f"SharedDataParallel: a parameter {list(view.shape)} {view.dtype} was given "
+                    f"data of {list(data.shape)} {data.dtype} on {data.device}: wrap the module "
+                    "after that assignment"
+                )
+            view.copy_(data)
+            parameter.data = view
 
 
 def share_parameters(
@@ -71,7 +91,8 @@ def share_parameters(
     memory = _move_to_shared_memory(trained, layout, topology)
     if frozen := [parameter for parameter in parameters if not parameter.requires_grad]:
         _move_to_shared_memory(frozen, make_layout(frozen, 1, bucket_bytes), topology)
-    return SharedParameters(trained, layout, topology, memory, ParameterViews(parameters))
+    views = [(parameter, parameter.detach()) for parameter in parameters]
+    return SharedParameters(trained, layout, topology, memory, views)
 
 
 def _check_supported(module: nn.Module) -> None:
@@ -154,55 +175,21 @@ def _move_to_shared_memory(
     has the values.
     """
     memory = HostMemory(layout.bytes, topology)
-    views: Mapping[int, Tensor] = {
-        number: memory.shared(slot.start, slot.end, layout.dtypes[number])
-        for number, slot in enumerate(layout.slots[: len(parameters)])
-    }
+    slots = layout.slots[: len(parameters)]
     if dist.get_rank(topology.group) == 0:
-        for number, parameter in enumerate(parameters):
-            views[number].copy_(flat(parameter.detach(), parameter))
+        for parameter, slot in zip(parameters, slots, strict=True):
+            common = memory.shared(slot.start, slot.end, parameter.dtype)
+            shaped_like(common, parameter).copy_(parameter)
     if topology.rail_group is not None and topology.local_rank == 0:
         for bucket in layout.buckets:
             part = memory.shared(bucket.start, bucket.end, torch.uint8)  # bytes of any dtype
             dist.broadcast(part, group=topology.rail_group, group_src=0)
     topology.barrier()
-    for number, parameter in enumerate(parameters):
-        slot = layout.slots[number]
+    for parameter, slot in zip(parameters, slots, strict=True):
         own = memory.replica(slot.start, slot.end, parameter.dtype)
         parameter.data = shaped_like(own, parameter)
     trim_heap()
     return memory
-
-
-class ParameterViews:
-    """The parameters' views of the memory, restored if `parameter.data` was reassigned.
-
-    Args:
-        parameters: The parameters, in shared memory.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._views = [(parameter, parameter.detach()) for parameter in parameters]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Copy data that was assigned to `parameter.data` into the memory, and restore the view.
-
-        Raises:
-            UsageError: The data has another shape, dtype or device.
-        """
-        for parameter, view in self._views:
-            data = parameter.data
-            if data.data_ptr() == view.data_ptr() and data.stride() == view.stride():
-                continue
-            if data.shape != view.shape or data.dtype != view.dtype or data.device != view.device:
-                raise UsageError(
-                    f"SharedDataParallel: a parameter {list(view.shape)} {view.dtype} was given "
-                    f"data of {list(data.shape)} {data.dtype} on {data.device}: wrap the module "
-                    "after that assignment"
-                )
-            view.copy_(data)
-            parameter.data = view
 
 
 def trim_heap() -> None:

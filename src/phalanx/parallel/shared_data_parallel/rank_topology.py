@@ -43,11 +43,6 @@ class RankTopology:
         """The number of ranks of the group."""
         return dist.get_world_size(self.group)
 
-    @property
-    def is_owner(self) -> bool:
-        """True if this rank owns a slice of each bucket."""
-        return self.local_rank < self.owners_per_host
-
     def barrier(self) -> None:
         """Wait until all ranks of this host have called this."""
         if self.host_group is not None:
@@ -76,7 +71,7 @@ def _create_group(
     """Create the groups of these ranks; return that of `own`, or None if it has no other rank."""
     if whole is not dist.group.WORLD:
         # Even for this rank alone, so that all ranks create equally many groups.
-        group = _create_local_group(whole, own)
+        group = form_local_group(own, **_options(whole))
         return group if len(own) > 1 else None
     own_group = None
     for ranks in rank_lists:
@@ -84,11 +79,6 @@ def _create_group(
             group = dist.new_group(ranks, **_options(whole))
             own_group = group if ranks == own else own_group
     return own_group
-
-
-def _create_local_group(whole: dist.ProcessGroup, own: list[int]) -> dist.ProcessGroup:
-    """Create a group by a collective call of its members only."""
-    return form_local_group(own, **_options(whole))
 
 
 def _equalize_group_counts(whole: dist.ProcessGroup) -> None:
@@ -102,7 +92,7 @@ def _equalize_group_counts(whole: dist.ProcessGroup) -> None:
     counts = [0] * dist.get_world_size(whole)
     dist.all_gather_object(counts, count, group=whole)
     for _ in range(max(counts) - count):
-        _create_local_group(whole, [dist.get_rank()])
+        form_local_group([dist.get_rank()], **_options(whole))
 
 
 def _options(whole: dist.ProcessGroup) -> dict[str, Any]:

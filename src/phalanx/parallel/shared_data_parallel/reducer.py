@@ -1,14 +1,16 @@
 """The reduction of buckets of gradients to their averages over all ranks.
 
-A rank writes its bucket to `buffer`, `launch` starts to reduce it, and once `finish` returns the
-average is in the memory of the host. Every rank does this for the same buckets in the same order.
+A rank writes its part of a bucket to `buffer`, which is always the same, after `acquire_buffer` has
+returned True: it does so if the memory may be written again, and with `wait` it blocks until then.
+`launch` starts to reduce the bucket, and once `finish` returns the average is in the memory of the
+host. Every rank does this for the same buckets in the same order.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,36 +22,16 @@ from phalanx.parallel.shared_data_parallel.memory import HostMemory
 from phalanx.parallel.shared_data_parallel.rank_topology import RankTopology
 from phalanx.torch_versions import reduce_scatter_single
 
-__all__ = ["Reducer", "make_reducer"]
+__all__ = ["make_reducer"]
 
 # The maximum number of buckets in progress: those that a rank has written and others may still
 # read.
 MAX_IN_FLIGHT = 2
 
 
-class Reducer(Protocol):
-    """The interface of a reducer, which reduces the buckets of a layout one after another."""
-
-    def buffer(self, bucket: int) -> Tensor:
-        """Return flat memory for this rank's part of a bucket, always the same."""
-        ...
-
-    def acquire_buffer(self, bucket: int, *, wait: bool) -> bool:
-        """Return whether that memory may be written again; if `wait`, block until it may."""
-        ...
-
-    def launch(self, bucket: int) -> None:
-        """Start to reduce a bucket that has been written."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until all buckets are reduced on all ranks of this host."""
-        ...
-
-
 def make_reducer(
     layout: Layout, memory: HostMemory, topology: RankTopology, *, concurrent: bool
-) -> Reducer:
+) -> _SingleRankReducer | _SharedMemoryReducer:
     """Make a reducer for ranks that share memory, or for a rank that is alone on its host.
 
     If cores are idle, or if `concurrent` is true, buckets are reduced concurrently with the rank's
@@ -100,7 +82,6 @@ class _SharedMemoryReducer:
     def __init__(
         self, layout: Layout, memory: HostMemory, topology: RankTopology, *, concurrent: bool
     ) -> None:
-        self._layout = layout
         self._topology = topology
         self._concurrent = concurrent
         largest = max(bucket.end - bucket.start for bucket in layout.buckets)
@@ -113,12 +94,10 @@ class _SharedMemoryReducer:
             for number, bucket in enumerate(layout.buckets)
         ]
         self._buffer_count = len(memories)
-        self._own_slices: list[Tensor] = []
-        if topology.is_owner:
-            self._own_slices = [
-                memory.shared(bucket.start, bucket.end, bucket.dtype)
-                for bucket in layout.slices(topology.local_rank)
-            ]
+        self._own_slices = [  # none if this rank is not an owner
+            memory.shared(part.start, part.end, part.dtype)
+            for part in layout.slices(topology.local_rank)
+        ]
         self._local_works: deque[tuple[int, list[Any]]] = deque()
         self._rail_works: deque[tuple[int, Any]] = deque()
 
@@ -171,7 +150,7 @@ class _SharedMemoryReducer:
         bucket, works = self._local_works.popleft()
         for work in works:
             work.wait()
-        if topology.local_size > topology.owners_per_host and topology.is_owner:
+        if topology.local_size > topology.owners_per_host and self._own_slices:
             self._own_slices[bucket].copy_(
                 self._buffers[bucket].chunk(topology.owners_per_host)[topology.local_rank]
             )

@@ -17,8 +17,8 @@ import threading
 import time
 from pathlib import Path
 
+from phalanx.checkpoints.files import sync_directory
 from phalanx.errors import CheckpointError
-from phalanx.train.checkpoints.files import sync_directory
 
 __all__ = ["CheckpointDirectory", "parse_step"]
 
@@ -173,7 +173,7 @@ class CheckpointDirectory:
         if removed:
             sync_directory(self.path)
             # Removing a large file takes half as long as writing it, so do not wait for it.
-            self._remover = threading.Thread(target=_remove_all, args=(removed,))
+            self._remover = threading.Thread(target=lambda: list(map(_remove, removed)))
             self._remover.start()
 
     def _remove_leftovers(self) -> None:
@@ -216,11 +216,6 @@ def _has_only_checkpoint_files(path: Path) -> bool:
     if path.is_symlink() or not path.is_dir():
         return False
     return all(_FILE.fullmatch(name) for name in os.listdir(path))
-
-
-def _remove_all(paths: list[Path]) -> None:
-    for path in paths:
-        _remove(path)
 
 
 def _remove(path: Path) -> None:

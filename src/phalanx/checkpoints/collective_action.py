@@ -1,7 +1,8 @@
 """Actions that succeed on all ranks or fail on all ranks."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -21,12 +22,6 @@ class UnusableCheckpoint(CheckpointError):  # noqa: N818 - the name describes th
     """Raised if a checkpoint is unusable; an older one may be usable."""
 
 
-@dataclass(frozen=True)
-class _Failure:
-    kind: type[Exception]
-    message: str
-
-
 class RankGroup:
     """The ranks of a group, or this process alone if there is no group."""
 
@@ -40,6 +35,13 @@ class RankGroup:
                 f"rank {dist.get_rank()} is not a member of the group given: call this only on the "
                 "ranks of the group"
             )
+
+    @classmethod
+    def alone(cls) -> RankGroup:
+        """Return the group of this process alone, even if there is a process group."""
+        ranks = cls.__new__(cls)
+        ranks._group, ranks.rank, ranks.size = None, 0, 1
+        return ranks
 
     def run_and_gather(self, action: Callable[[], Value]) -> list[Value]:
         """Run an action on every rank, and return the results of all ranks, by rank. Collective.
@@ -93,10 +95,10 @@ class RankGroup:
             value = action()
             result = summarize(value)
         except Exception as error:  # noqa: BLE001 - raised below, after the exchange
-            cause, result = error, _describe_failure(error)
+            cause, result = error, _to_known_error(error)
         results = self._exchange(result)
         failures = {
-            rank: failure for rank, failure in enumerate(results) if isinstance(failure, _Failure)
+            rank: failure for rank, failure in enumerate(results) if isinstance(failure, Exception)
         }
         if failures:
             # The messages of known errors are in the raised one; only a bug needs its traceback.
@@ -118,13 +120,13 @@ class RankGroup:
         dist.all_gather_object(results, result, group=self._group)
         return results
 
-    def _merge_failures(self, failures: dict[int, _Failure]) -> Exception:
-        kinds = {failure.kind for failure in failures.values()}
+    def _merge_failures(self, failures: dict[int, Exception]) -> Exception:
+        kinds = {type(failure) for failure in failures.values()}
         # An older checkpoint helps only if every failure is an UnusableCheckpoint.
         kind = kinds.pop() if len(kinds) == 1 else CheckpointError
         messages: dict[str, list[str]] = {}
         for rank, failure in failures.items():
-            messages.setdefault(failure.message, []).append(str(rank))
+            messages.setdefault(str(failure), []).append(str(rank))
         if len(failures) == self.size and len(messages) == 1:
             return kind(*messages)
         return kind(
@@ -132,11 +134,12 @@ class RankGroup:
         )
 
 
-def _describe_failure(error: Exception) -> _Failure:
+def _to_known_error(error: Exception) -> Exception:
+    """Return an error that can be sent to the other ranks."""
     for kind in (UnusableCheckpoint, CheckpointError, UsageError):
         if isinstance(error, kind):
-            return _Failure(kind, str(error))
+            return kind(str(error))
     if isinstance(error, OSError):
         file = f": {error.filename}" if error.filename else ""
-        return _Failure(CheckpointError, f"{error.strerror or error}{file}")
-    return _Failure(CheckpointError, f"{type(error).__name__}: {error}")
+        return CheckpointError(f"{error.strerror or error}{file}")
+    return CheckpointError(f"{type(error).__name__}: {error}")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.errors import UsageError
+from phalanx import UsageError
 
 __all__ = ["load_mnist", "read_idx"]
 

@@ -11,6 +11,11 @@
 docs/design/checkpoints.md explains the design.
 """
 
-from phalanx.train.checkpoints.checkpointer import Checkpoint, Checkpointer
+from phalanx.checkpoints.checkpointer import (
+    Checkpoint,
+    Checkpointer,
+    load_local,
+    save_local,
+)
 
-__all__ = ["Checkpoint", "Checkpointer"]
+__all__ = ["Checkpoint", "Checkpointer", "load_local", "save_local"]

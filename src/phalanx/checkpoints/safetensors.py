@@ -9,25 +9,15 @@ The tests read the files of this module with the library, and vice versa.
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx.train.checkpoints.files import byte_view
+from phalanx.checkpoints.files import ContentError, byte_view
 
-__all__ = [
-    "DTYPES",
-    "Entry",
-    "FormatError",
-    "build_header",
-    "itemsize",
-    "parse",
-    "read_tensor",
-    "tensor_bytes",
-]
+__all__ = ["DTYPES", "build_header", "itemsize", "read_tensors", "tensor_bytes"]
 
 _TORCH_NAMES = {
     "BOOL": "bool",
@@ -60,20 +50,6 @@ _ALIGNMENT = 64
 def itemsize(name: str) -> int:
     """Return the size in bytes of an element, by the format's name of the dtype."""
     return _DTYPES[name].itemsize
-
-
-class FormatError(ValueError):
-    """Raised if bytes do not conform to the safetensors format."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor in a file: its dtype, its shape, and the range of its bytes in the file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    stop: int
 
 
 def build_header(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
@@ -112,50 +88,41 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return byte_view(contiguous.reshape(-1).view(torch.uint8))
 
 
-def parse(buffer: Tensor) -> dict[str, Entry]:
-    """Return the entries of a file by the name of the tensor.
+def read_tensors(buffer: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of a file by name, as views of the buffer, or as copies if not aligned.
 
     Args:
         buffer: The content of the file, uint8[n].
 
     Raises:
-        FormatError: The content is not in the safetensors format.
+        ContentError: The content is not in the safetensors format.
     """
     content = byte_view(buffer)
     if len(content) < 8:
-        raise FormatError(f"{len(content)} bytes, too few for a safetensors header")
+        raise ContentError(f"{len(content)} bytes, too few for a safetensors header")
     (size,) = struct.unpack("<Q", content[:8])
     data = 8 + size
     if data > len(content):
-        raise FormatError(f"a header of {size} bytes in a file of {len(content)}")
+        raise ContentError(f"a header of {size} bytes in a file of {len(content)}")
     try:
         header = json.loads(bytes(content[8:data]))
         header.pop("__metadata__", None)
-        return dict(_entries(header.items(), data, len(content)))
+        return {name: _read_tensor(content, data, name, entry) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FormatError(f"not a safetensors header: {error}") from error
+        raise ContentError(f"not a safetensors header: {error}") from error
 
 
-def read_tensor(buffer: Tensor, entry: Entry) -> Tensor:
-    """Return a tensor of a file as a view of the buffer, or as a copy if it is not aligned."""
-    if entry.start == entry.stop:
-        return torch.empty(entry.shape, dtype=entry.dtype)
+def _read_tensor(content: memoryview, data: int, name: str, entry: dict[str, Any]) -> Tensor:
+    dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+    start, stop = (data + int(offset) for offset in entry["data_offsets"])
+    length = math.prod(shape) * dtype.itemsize
+    in_file = data <= start <= stop <= len(content)
+    if not in_file or stop - start != length or min(shape, default=0) < 0:
+        raise ContentError(f"{name}: bytes {start} to {stop} for {entry['dtype']}{list(shape)}")
+    if start == stop:
+        return torch.empty(shape, dtype=dtype)
     # A separate storage: `torch.set_rng_state`, for example, reads a storage from its beginning.
-    content = torch.frombuffer(byte_view(buffer)[entry.start : entry.stop], dtype=torch.uint8)
-    if entry.start % _ALIGNMENT:
-        content = content.clone()
-    return content.view(entry.dtype).view(entry.shape)
-
-
-def _entries(
-    items: Iterable[tuple[str, dict[str, Any]]], data: int, end: int
-) -> Iterable[tuple[str, Entry]]:
-    for name, description in items:
-        dtype, shape = _DTYPES[description["dtype"]], tuple(description["shape"])
-        start, stop = (data + int(offset) for offset in description["data_offsets"])
-        length = math.prod(shape) * dtype.itemsize
-        if not data <= start <= stop <= end or stop - start != length or min(shape, default=0) < 0:
-            raise FormatError(
-                f"{name}: bytes {start} to {stop} for {description['dtype']}{list(shape)}"
-            )
-        yield name, Entry(dtype, shape, start, stop)
+    elements = torch.frombuffer(content[start:stop], dtype=torch.uint8)
+    if start % _ALIGNMENT:
+        elements = elements.clone()
+    return elements.view(dtype).view(shape)

@@ -8,22 +8,22 @@ import errno
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.errors import CheckpointError, UsageError
-from phalanx.train.checkpoints.collective_action import RankGroup, UnusableCheckpoint
-from phalanx.train.checkpoints.directory import CheckpointDirectory
-from phalanx.train.checkpoints.files import ContentError, read_verified, write_file
-from phalanx.train.checkpoints.manifest import (
+from phalanx.checkpoints.collective_action import RankGroup, UnusableCheckpoint
+from phalanx.checkpoints.directory import CheckpointDirectory
+from phalanx.checkpoints.files import ContentError, read_verified, write_file
+from phalanx.checkpoints.manifest import (
     File,
     Manifest,
     check_compatibility,
@@ -32,15 +32,13 @@ from phalanx.train.checkpoints.manifest import (
     unflatten,
     write_manifest,
 )
-from phalanx.train.checkpoints.safetensors import (
+from phalanx.checkpoints.safetensors import (
     DTYPES,
-    FormatError,
     build_header,
-    parse,
-    read_tensor,
+    read_tensors,
     tensor_bytes,
 )
-from phalanx.train.checkpoints.sharding import (
+from phalanx.checkpoints.sharding import (
     Shard,
     TensorDescription,
     assign_shards,
@@ -51,10 +49,10 @@ from phalanx.train.checkpoints.sharding import (
     local_box,
     total_bytes,
 )
+from phalanx.errors import CheckpointError, UsageError
 
-__all__ = ["Checkpoint", "Checkpointer"]
+__all__ = ["Checkpoint", "Checkpointer", "load_local", "save_local"]
 
-Value = TypeVar("Value")
 # Without sharding, rank 0 writes one file per `FILE_BYTES`, each in a thread of its own. The number
 # is limited by `MAX_FILES` and by the cores.
 FILE_BYTES = 32 * 2**20
@@ -129,7 +127,7 @@ class Checkpointer:
         sharded: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        _check_keep(keep)
+        _check_integer("keep", keep, 1)
         self._group = group
         self._rank_group = RankGroup(group)
         self._sharded = sharded
@@ -244,9 +242,34 @@ class Checkpointer:
                 probe.unlink(missing_ok=True)
 
 
-def _check_keep(keep: object) -> None:
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise UsageError(f"keep {keep!r} given, expected an integer of at least 1")
+def save_local(path: Path, step: int, state: Mapping[str, Any]) -> None:
+    """Save a state of this process alone, in place of the one in a directory.
+
+    Arguments, guarantees and errors are those of `Checkpointer.save`. Not collective.
+    """
+    directory = CheckpointDirectory(path.absolute(), keep=1)
+    directory.prepare()
+    _save(RankGroup.alone(), directory, step, state, sharded=False)
+    directory.wait_for_removals()
+
+
+def load_local(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state that `save_local` saved in a directory. Not collective.
+
+    Raises:
+        UsageError: The state does not fit `like`; see `Checkpointer.load`.
+        CheckpointError: The directory has no usable state.
+    """
+    directory = CheckpointDirectory(path.absolute(), keep=1)
+    checkpoint = _load(RankGroup.alone(), directory, like, "cpu")
+    if checkpoint is None:
+        raise CheckpointError(f"{path} has no checkpoint")
+    return checkpoint.state
+
+
+def _check_integer(name: str, value: object, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise UsageError(f"{name} {value!r} given, expected an integer of at least {minimum}")
 
 
 def _check_probe(probe: Path, directory: CheckpointDirectory) -> None:
@@ -258,14 +281,6 @@ def _check_probe(probe: Path, directory: CheckpointDirectory) -> None:
     directory.prepare()
 
 
-@dataclass(frozen=True)
-class _LocalPlan:
-    """The part of a rank in a save, which it announces to the others before anything is written."""
-
-    directory_name: str
-    descriptions: dict[str, TensorDescription]
-
-
 @torch.no_grad()
 def _save(
     ranks: RankGroup,
@@ -275,42 +290,39 @@ def _save(
     sharded: bool,
 ) -> Path:
     """Save a state; see `Checkpointer.save`. Collective."""
-    content: tuple[Any, dict[str, Tensor]] = (None, {})
+    convert_errors = _convert_write_errors(step, directory.path)
+    tree: Any = None
+    tensors: dict[str, Tensor] = {}
 
-    def plan() -> _LocalPlan:
-        nonlocal content
-        _check_step(step)
-        content = flatten(state)
+    @convert_errors
+    def plan() -> tuple[str, dict[str, TensorDescription]]:
+        nonlocal tree, tensors
+        _check_integer("step", step, 0)
+        tree, tensors = flatten(state)
         if not sharded:
-            _check_not_distributed(content[1])
-        directory_name = (
-            convert_errors(lambda: directory.begin(step).name) if ranks.rank == 0 else ""
-        )
-        return _LocalPlan(
-            directory_name, describe_tensors(content[1]) if sharded or ranks.rank == 0 else {}
-        )
-
-    def convert_errors(action: Callable[[], Value]) -> Value:
-        return _convert_write_errors(
-            f"the checkpoint of step {step} was not saved", directory.path, action
-        )
+            _check_not_distributed(tensors)
+        name = directory.begin(step).name if ranks.rank == 0 else ""
+        return (name, describe_tensors(tensors) if sharded or ranks.rank == 0 else {})
 
     try:
-        plans = ranks.run_and_gather(plan)
-        descriptions = [each.descriptions for each in plans]
-        temporary = directory.path / plans[0].directory_name
+        names, descriptions = zip(*ranks.run_and_gather(plan), strict=True)
+        temporary = directory.path / names[0]
         # Every rank computes the same result or raises the same error.
         shares = (
             assign_shards(descriptions)
             if sharded
             else assign_shards(descriptions[:1], _file_count(descriptions[0]))
         )
-        own_files = [ranks.rank] if sharded else list(range(len(shares))) if ranks.rank == 0 else []
-        tree, tensors = content
-        files = ranks.run_and_gather(
-            lambda: convert_errors(lambda: _write_files(temporary, own_files, shares, tensors))
-        )
+        own_files = range(len(shares)) if ranks.rank == 0 else range(0)
+        own_files = range(ranks.rank, ranks.rank + 1) if sharded else own_files
 
+        @convert_errors
+        def write() -> list[File]:
+            return _write_files(temporary, own_files, shares, tensors)
+
+        files = ranks.run_and_gather(write)
+
+        @convert_errors
         def finish() -> str:
             written = [file for rank_files in files for file in rank_files]
             manifest = Manifest(
@@ -319,20 +331,24 @@ def _save(
             write_manifest(temporary, manifest)
             return directory.commit().name
 
-        return directory.path / ranks.run_on_first(lambda: convert_errors(finish))
+        return directory.path / ranks.run_on_first(finish)
     finally:
         directory.end()
 
 
-def _convert_write_errors(message: str, path: Path, action: Callable[[], Value]) -> Value:
-    """Run an action that writes; turn an OSError into a CheckpointError with context and advice."""
+@contextmanager
+def _convert_write_errors(step: int, path: Path) -> Iterator[None]:
+    """Turn an OSError of a save into a CheckpointError with context and advice."""
     try:
-        return action()
+        yield
     except OSError as error:
         advice = ": older checkpoints are unchanged"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             advice = f"; free disk space, or keep fewer checkpoints{advice}"
-        raise CheckpointError(f"{message}: {error.strerror or error} in {path}{advice}") from error
+        raise CheckpointError(
+            f"the checkpoint of step {step} was not saved: {error.strerror or error} in {path}"
+            f"{advice}"
+        ) from error
 
 
 def _file_count(descriptions: Mapping[str, TensorDescription]) -> int:
@@ -343,26 +359,20 @@ def _file_count(descriptions: Mapping[str, TensorDescription]) -> int:
 
 
 def _write_files(
-    temporary: Path, own_files: list[int], shares: list[list[Shard]], tensors: Mapping[str, Tensor]
+    temporary: Path, own_files: range, shares: list[list[Shard]], tensors: Mapping[str, Tensor]
 ) -> list[File]:
     """Write the files in `own_files` in parallel."""
 
+    @torch.no_grad()  # the setting is per thread
     def write(index: int) -> File:
-        return _write(temporary, index, shares[index], tensors)
+        shards = {shard.key: extract_shard(tensors[shard.name], shard) for shard in shares[index]}
+        name = f"state-{index:05d}.safetensors"
+        return File(name, *write_file(temporary / name, _file_parts(shards)))
 
     if len(own_files) < 2:
         return [write(index) for index in own_files]
     with ThreadPoolExecutor(len(own_files), "phalanx-checkpoint") as threads:
         return list(threads.map(write, own_files))
-
-
-@torch.no_grad()  # the setting is per thread
-def _write(
-    temporary: Path, index: int, file_shards: list[Shard], tensors: Mapping[str, Tensor]
-) -> File:
-    shards = {shard.key: extract_shard(tensors[shard.name], shard) for shard in file_shards}
-    name = f"state-{index:05d}.safetensors"
-    return File(name, *write_file(temporary / name, _file_parts(shards)))
 
 
 def _file_parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
@@ -375,11 +385,6 @@ def _file_parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 @functools.cache
 def _versions() -> dict[str, str]:
     return {"phalanx": version("phalanx"), "torch": str(torch.__version__)}
-
-
-def _check_step(step: object) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise UsageError(f"step {step!r} given, expected an integer of at least 0")
 
 
 def _check_not_distributed(tensors: Mapping[str, Tensor]) -> None:
@@ -420,43 +425,40 @@ def _load(
 def _load_checkpoint(
     ranks: RankGroup, path: Path, like: Mapping[str, Any] | None, map_location: Any
 ) -> Checkpoint:
-    def convert_errors(action: Callable[[], Value]) -> Value:
-        return _convert_read_errors(path, action)
+    """Load a checkpoint; see `Checkpointer.load`. Collective.
 
-    manifest = ranks.run_on_first(lambda: convert_errors(lambda: read_manifest(path)))
+    Raises:
+        UnusableCheckpoint: The checkpoint is damaged, incomplete or of another format.
+    """
+    convert_errors = _convert_read_errors(path)
+    manifest = ranks.run_on_first(convert_errors(lambda: read_manifest(path)))
     assembly = ranks.run_on_all(
         lambda: _Assembly(manifest, check_compatibility(manifest, like), torch.device(map_location))
     )
-    for index in range(len(manifest.files)):
-        buffer = _fetch(ranks, path, manifest, index)
-        ranks.run_on_all(
-            functools.partial(convert_errors, functools.partial(assembly.add_file, index, buffer))
-        )
-    tensors = ranks.run_on_all(lambda: convert_errors(assembly.finish))
+    for index, file in enumerate(manifest.files):
+        source = index % ranks.size if manifest.sharded else 0
+        content: Tensor | None = None
+
+        @convert_errors
+        def read(file: File = file, source: int = source) -> None:
+            nonlocal content
+            if ranks.rank == source:
+                content = read_verified(path / file.name, file.length, file.digest)
+
+        ranks.run_on_all(read)
+        buffer = ranks.broadcast(content, file.length, source)
+        ranks.run_on_all(convert_errors(functools.partial(assembly.add_file, index, buffer)))
+    tensors = ranks.run_on_all(convert_errors(assembly.finish))
     state = unflatten(manifest.tree, tensors.__getitem__)
     return Checkpoint(manifest.step, state, path, manifest.world_size, manifest.versions)
 
 
-def _fetch(ranks: RankGroup, path: Path, manifest: Manifest, index: int) -> Tensor:
-    """Return the content of a file on all ranks, after one rank has read and verified it."""
-    file = manifest.files[index]
-    source = index % ranks.size if manifest.sharded else 0
-    content: Tensor | None = None
-
-    def read() -> None:
-        nonlocal content
-        if ranks.rank == source:
-            content = read_verified(path / file.name, file.length, file.digest)
-
-    ranks.run_on_all(lambda: _convert_read_errors(path, read))
-    return ranks.broadcast(content, file.length, source)
-
-
-def _convert_read_errors(path: Path, action: Callable[[], Value]) -> Value:
-    """Run an action that reads a checkpoint; turn errors of the file into UnusableCheckpoint."""
+@contextmanager
+def _convert_read_errors(path: Path) -> Iterator[None]:
+    """Turn errors of a file of a checkpoint into UnusableCheckpoint."""
     try:
-        return action()
-    except (ContentError, FormatError) as error:
+        yield
+    except ContentError as error:
         raise UnusableCheckpoint(str(error)) from error
     except OSError as error:
         name = Path(error.filename).name if error.filename else path.name
@@ -479,19 +481,15 @@ class _Assembly:
 
     def add_file(self, index: int, buffer: Tensor) -> None:
         """Copy or reference the needed shards of a verified file."""
-        entries = parse(buffer)
+        tensors = read_tensors(buffer)
         for shard in self._manifest.shards[index]:
-            entry = entries.get(shard.key)
-            description = self._manifest.tensors[shard.name]
-            if entry is None or (DTYPES[entry.dtype], entry.shape) != (
-                description.dtype,
-                shard.box.shape,
-            ):
+            tensor, dtype = tensors.get(shard.key), self._manifest.tensors[shard.name].dtype
+            if tensor is None or (DTYPES[tensor.dtype], tensor.shape) != (dtype, shard.box.shape):
                 raise ContentError(
                     f"{self._manifest.files[index].name} has no {shard.key} of the shape and dtype "
                     "that the manifest lists"
                 )
-            self._copy_shard(shard, read_tensor(buffer, entry))
+            self._copy_shard(shard, tensor)
 
     def finish(self) -> dict[str, Tensor]:
         """Return all tensors, each on its device and as a DTensor if `like` has one.

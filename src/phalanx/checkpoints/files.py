@@ -1,5 +1,6 @@
 """Writing and reading files, with their SHA-256 computed at the same time."""
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -8,7 +9,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -49,15 +49,7 @@ class _Hash:
         self._thread = ThreadPoolExecutor(1, "phalanx-checkpoint")
         self._pending: deque[Future[None]] = deque()
 
-    def __enter__(self) -> "_Hash":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
     def update(self, batch: Sequence[memoryview]) -> None:
@@ -96,7 +88,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, st
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
     try:
-        with _Hash() as sha:
+        with contextlib.closing(_Hash()) as sha:
             length = 0
             for batch in _batches(parts):
                 sha.update(batch)
@@ -180,7 +172,7 @@ def read_verified(path: Path, length: int, digest: str) -> Tensor:
             raise ContentError(f"{path.name} has {actual} bytes, expected {length}")
         buffer = torch.empty(length, dtype=torch.uint8)
         content = byte_view(buffer)
-        with _Hash() as sha:
+        with contextlib.closing(_Hash()) as sha:
             for start in range(0, length, BATCH):
                 block = content[start : start + BATCH]
                 _read(file, block, path)

@@ -13,17 +13,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.checkpoints.directory import parse_step
+from phalanx.checkpoints.files import ContentError, read_small, write_file
+from phalanx.checkpoints.safetensors import DTYPES
+from phalanx.checkpoints.sharding import Box, Shard, TensorDescription, is_distributed
 from phalanx.errors import UsageError
-from phalanx.train.checkpoints.directory import parse_step
-from phalanx.train.checkpoints.files import ContentError, read_small, write_file
-from phalanx.train.checkpoints.safetensors import DTYPES
-from phalanx.train.checkpoints.sharding import Box, Shard, TensorDescription, is_distributed
 
 __all__ = [
     "File",
@@ -46,12 +46,6 @@ _MAX_BYTES = 2**30
 # Number of differences that an error message lists.
 _MAX_LISTED = 10
 _KeyPath = tuple[str | int, ...]
-
-
-class _TensorName(str):
-    """The name of a tensor, as a placeholder for the tensor in a state."""
-
-    __slots__ = ()
 
 
 def flatten(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
@@ -267,10 +261,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
     shards: dict[str, list[dict[str, Any]]] = {name: [] for name in manifest.tensors}
     for index, file_shards in enumerate(manifest.shards):
         for shard in file_shards:
-            entry = {"file": index, "key": shard.key}
-            if shard.box != manifest.tensors[shard.name].whole:
-                entry |= {"offset": shard.box.offset, "shape": shard.box.shape}
-            shards[shard.name].append(entry)
+            shards[shard.name].append({"file": index, "key": shard.key, **vars(shard.box)})
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -288,29 +279,21 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def _from_json(content: dict[str, Any], digests: dict[str, str]) -> Manifest:
-    names = [file["name"] for file in content["files"]]
-    if sorted(names) != sorted(digests):
+    if sorted(file["name"] for file in content["files"]) != sorted(digests):
         raise ContentError(f"{CHECKSUMS} and {MANIFEST} list different files")
-    files = [
-        File(file["name"], int(file["bytes"]), digests[file["name"]]) for file in content["files"]
-    ]
-    tensors = {
-        name: TensorDescription(tensor["dtype"], tuple(tensor["shape"]), None)
-        for name, tensor in content["tensors"].items()
-    }
-    shards: list[list[Shard]] = [[] for _ in files]
+    tensors: dict[str, TensorDescription] = {}
+    shards: list[list[Shard]] = [[] for _ in content["files"]]
     for name, tensor in content["tensors"].items():
-        whole = tensors[name].whole
+        tensors[name] = TensorDescription(tensor["dtype"], tuple(tensor["shape"]), None)
         for shard in tensor["shards"]:
-            offset, shape = shard.get("offset", whole.offset), shard.get("shape", whole.shape)
-            box = Box(tuple(offset), tuple(shape))
+            box = Box(tuple(shard["offset"]), tuple(shard["shape"]))
             shards[shard["file"]].append(Shard(name, shard["key"], box))
     return Manifest(
         int(content["step"]),
         int(content["world_size"]),
         bool(content["sharded"]),
         dict(content["versions"]),
-        files,
+        [File(it["name"], int(it["bytes"]), digests[it["name"]]) for it in content["files"]],
         tensors,
         shards,
         content["state"],
@@ -325,83 +308,69 @@ def check_compatibility(manifest: Manifest, like: Mapping[str, Any] | None) -> d
     """
     if like is None:
         return {}
+    saved = unflatten(manifest.tree, lambda name: _SavedTensor(name, manifest.tensors[name]))
     distributed: dict[str, Tensor] = {}
-    differences = list(
-        _differences(unflatten(manifest.tree, _TensorName), manifest.tensors, like, (), distributed)
-    )
+    differences = [
+        f"{_format_path(path)}: {difference}"
+        for path, difference in _differences(saved, like, (), distributed)
+    ]
     if differences:
-        more = (
-            [f"and {len(differences) - _MAX_LISTED} more"] if len(differences) > _MAX_LISTED else []
-        )
+        more = len(differences) - _MAX_LISTED
+        listed = [*differences[:_MAX_LISTED], *([f"and {more} more"] if more > 0 else [])]
         raise UsageError(
             f"the checkpoint of step {manifest.step} does not match this state:\n  "
-            + "\n  ".join(differences[:_MAX_LISTED] + more)
+            + "\n  ".join(listed)
             + "\nLoad it into the model and optimizer that saved it, or without like= to see "
             "its contents"
         )
     return distributed
 
 
+class _SavedTensor(NamedTuple):
+    """A placeholder for a tensor in the state of a checkpoint."""
+
+    name: str
+    description: TensorDescription
+
+
 def _differences(
-    saved: Any,
-    tensors: Mapping[str, TensorDescription],
-    like: Any,
-    path: _KeyPath,
-    distributed: dict[str, Tensor],
-) -> Iterator[str]:
+    saved: Any, like: Any, path: _KeyPath, distributed: dict[str, Tensor]
+) -> Iterator[tuple[_KeyPath, str]]:
+    """Yield the path and a description of each difference, and collect DTensors."""
+    is_tensor = isinstance(saved, _SavedTensor)
     if isinstance(like, Tensor):
-        yield from _tensor_differences(saved, tensors, like, path, distributed)
-    elif isinstance(saved, _TensorName):
+        expected = f"{DTYPES.get(like.dtype, like.dtype)}{list(like.shape)}"
+        actual = str(saved.description) if is_tensor else f"a {type(saved).__name__}"
+        if actual != expected:
+            yield path, f"{actual} in the checkpoint, {expected} here"
+        elif is_distributed(like):
+            distributed[saved.name] = like
+    elif is_tensor:
         if like is not None:
-            yield f"{_format_path(path)}: a tensor in the checkpoint, a {type(like).__name__} here"
+            yield path, f"a tensor in the checkpoint, a {type(like).__name__} here"
     elif isinstance(like, (Mapping, list, tuple)) and like:
-        pairs, differences = _pairs(saved, like, path)
-        yield from differences
-        for key, saved_item, like_item in pairs:
-            yield from _differences(saved_item, tensors, like_item, (*path, key), distributed)
+        kind = dict if isinstance(like, Mapping) else list
+        if not isinstance(saved, kind):
+            yield path, f"a {type(saved).__name__} in the checkpoint, a {kind.__name__} here"
+        elif kind is list and len(saved) != len(like):
+            yield path, f"{len(saved)} items in the checkpoint, {len(like)} here"
+        else:
+            yield from _item_differences(_items(saved), _items(like), path, distributed)
 
 
-def _pairs(
-    saved: Any, like: Any, path: _KeyPath
-) -> tuple[list[tuple[str | int, Any, Any]], list[str]]:
-    """Return the common items as (key, saved, like), and a description of each difference."""
-    kind = dict if isinstance(like, Mapping) else list
-    if not isinstance(saved, kind):
-        actual = type(saved).__name__
-        return [], [f"{_format_path(path)}: a {actual} in the checkpoint, a {kind.__name__} here"]
-    if not isinstance(like, Mapping):
-        if len(saved) != len(like):
-            lengths = f"{len(saved)} items in the checkpoint, {len(like)} here"
-            return [], [f"{_format_path(path)}: {lengths}"]
-        return [(index, *both) for index, both in enumerate(zip(saved, like, strict=True))], []
-    differences = [
-        f"{_format_path((*path, key))}: missing in the checkpoint"
-        for key in like
-        if key not in saved
-    ]
-    if path:  # at the top level the checkpoint may have more keys
-        differences += [
-            f"{_format_path((*path, key))}: in the checkpoint only"
-            for key in saved
-            if key not in like
-        ]
-    return [(key, saved[key], like[key]) for key in like if key in saved], differences
+def _items(value: Any) -> dict[str | int, Any]:
+    return dict(value if isinstance(value, Mapping) else enumerate(value))
 
 
-def _tensor_differences(
-    saved: Any,
-    tensors: Mapping[str, TensorDescription],
-    like: Tensor,
+def _item_differences(
+    saved: dict[str | int, Any],
+    like: dict[str | int, Any],
     path: _KeyPath,
     distributed: dict[str, Tensor],
-) -> Iterator[str]:
-    expected = f"{DTYPES.get(like.dtype, like.dtype)}{list(like.shape)}"
-    if not isinstance(saved, _TensorName):
-        yield f"{_format_path(path)}: a {type(saved).__name__} in the checkpoint, {expected} here"
-        return
-    description = tensors[saved]
-    actual = f"{description.dtype}{list(description.shape)}"
-    if expected != actual:
-        yield f"{_format_path(path)}: {actual} in the checkpoint, {expected} here"
-    elif is_distributed(like):
-        distributed[saved] = like
+) -> Iterator[tuple[_KeyPath, str]]:
+    yield from (((*path, key), "missing in the checkpoint") for key in like if key not in saved)
+    if path:  # at the top level the checkpoint may have more keys
+        yield from (((*path, key), "in the checkpoint only") for key in saved if key not in like)
+    for key, item in like.items():
+        if key in saved:
+            yield from _differences(saved[key], item, (*path, key), distributed)

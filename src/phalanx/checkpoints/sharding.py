@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from phalanx.checkpoints.safetensors import DTYPES, itemsize
 from phalanx.errors import UsageError
-from phalanx.train.checkpoints.safetensors import DTYPES, itemsize
 
 __all__ = [
     "Box",
@@ -43,6 +43,23 @@ class Box:
         """The number of elements."""
         return math.prod(self.shape)
 
+    def intersect(self, other: "Box") -> "Box":
+        """Return the common part of two boxes, whose size is 0 if there is none."""
+        starts = tuple(map(max, self.offset, other.offset))
+        ends = (
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+        shape = tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True))
+        return Box(starts, shape)
+
+    def slices(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
+        """Return the index of this box in a tensor whose first element is at `origin`."""
+        return tuple(
+            slice(start - first, start - first + length)
+            for start, length, first in zip(self.offset, self.shape, origin, strict=True)
+        )
+
 
 @dataclass(frozen=True)
 class TensorDescription:
@@ -59,6 +76,13 @@ class TensorDescription:
     def whole(self) -> Box:
         """The box of the whole tensor."""
         return Box((0,) * len(self.shape), self.shape)
+
+    def bytes(self, box: Box) -> int:
+        """Return the size in bytes of a part of the tensor."""
+        return box.size * itemsize(self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
 
 
 @dataclass(frozen=True)
@@ -139,7 +163,7 @@ def assign_shards(
 
 def total_bytes(descriptions: Mapping[str, TensorDescription]) -> int:
     """Return the total size of all tensors in bytes."""
-    return sum(_box_bytes(description, description.whole) for description in descriptions.values())
+    return sum(description.bytes(description.whole) for description in descriptions.values())
 
 
 def extract_shard(tensor: Any, shard: Shard) -> Tensor:
@@ -147,11 +171,7 @@ def extract_shard(tensor: Any, shard: Shard) -> Tensor:
     if is_distributed(tensor):
         local: Tensor = tensor.to_local()
         return local
-    part: Tensor = tensor.detach()
-    for dimension, (start, length) in enumerate(
-        zip(shard.box.offset, shard.box.shape, strict=True)
-    ):
-        part = part.narrow(dimension, start, length)
+    part: Tensor = tensor.detach()[shard.box.slices((0,) * tensor.dim())]
     return part
 
 
@@ -167,20 +187,10 @@ def copy_overlap(target: Tensor, target_box: Box, source: Tensor, box: Box) -> i
     Returns:
         The number of elements copied.
     """
-    starts = [max(a, b) for a, b in zip(target_box.offset, box.offset, strict=True)]
-    stops = [
-        min(a + n, b + m)
-        for a, n, b, m in zip(
-            target_box.offset, target_box.shape, box.offset, box.shape, strict=True
-        )
-    ]
-    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
-        return 0
-    for dimension, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-        target = target.narrow(dimension, start - target_box.offset[dimension], stop - start)
-        source = source.narrow(dimension, start - box.offset[dimension], stop - start)
-    target.copy_(source)
-    return target.numel()
+    overlap = box.intersect(target_box)
+    if overlap.size:
+        target[overlap.slices(target_box.offset)] = source[overlap.slices(box.offset)]
+    return overlap.size
 
 
 def _check_same_tensors(descriptions: Sequence[Mapping[str, TensorDescription]]) -> None:
@@ -198,10 +208,7 @@ def _check_same_tensors(descriptions: Sequence[Mapping[str, TensorDescription]])
 def _format_description(description: TensorDescription | None) -> str:
     if description is None:
         return "missing"
-    return (
-        f"{'whole' if description.local is None else 'distributed'} "
-        f"{description.dtype}{list(description.shape)}"
-    )
+    return f"{'whole' if description.local is None else 'distributed'} {description}"
 
 
 def _split_tensor(
@@ -214,10 +221,9 @@ def _split_tensor(
     first = descriptions[0][name]
     ranks_by_box: dict[Box, list[int]] = {}
     if first.local is None:
-        all_ranks = list(range(writers))
-        large = _box_bytes(first, first.whole) > max_bytes
-        rows = _split_rows(first.whole, writers) if large else [first.whole]
-        ranks_by_box = dict.fromkeys(rows, all_ranks)
+        is_large = first.bytes(first.whole) > max_bytes
+        boxes = _split_rows(first.whole, writers) if is_large else [first.whole]
+        ranks_by_box = {box: list(range(writers)) for box in boxes}
     else:
         for rank, other in enumerate(descriptions):
             local = other[name].local
@@ -229,7 +235,7 @@ def _split_tensor(
                 "this group have only a part: give Checkpointer the group of the whole device mesh"
             )
     return [
-        (Shard(name, _key(name, box, first.whole), box), _box_bytes(first, box), ranks)
+        (Shard(name, _key(name, box, first.whole), box), first.bytes(box), ranks)
         for box, ranks in ranks_by_box.items()
     ]
 
@@ -256,7 +262,3 @@ def _key(name: str, box: Box, whole: Box) -> str:
     if box != whole:
         return f"{name}[{','.join(str(index) for index in box.offset)}]"
     return f"{name}[]" if name.endswith("]") else name
-
-
-def _box_bytes(description: TensorDescription, box: Box) -> int:
-    return box.size * itemsize(description.dtype)
