@@ -1,10 +1,10 @@
 """Faults, and their injection in the process of the rank that suffers them.
 
-A fault is a plain value: an action that a given rank suffers at a given operation. It is injected
-by a subclass of the process group that counts operations. The subclass replaces the backend's
-process group while faults are enabled. A process without faults therefore runs none of this code.
-In a process with faults, they apply to operations of every caller: the user's code, DDP's reducer
-and functional collectives, which call the same methods from C++.
+A fault is a plain value: an action that a given rank suffers at a given operation. While faults are
+enabled, three methods of each new group of the backend, which every operation passes, are wrapped
+by functions that count operations. A process without faults runs none of this code. In a process
+with faults, they apply to operations of every caller: the user's code, DDP's reducer and functional
+collectives, which call the same methods from C++.
 """
 
 from __future__ import annotations
@@ -73,8 +73,6 @@ _OTHER_NAMES = {
     "isend": "send",
     "reduce_scatter_tensor": "reduce_scatter_single",
 }
-
-_OriginalProcessGroup = process_group.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -276,14 +274,16 @@ def enable_faults(
         rank = int(os.environ["RANK"])
     _check_number("enable_faults: rank", rank, 0)
     check_faults(faults, 2**31)
-    _FaultInjectingProcessGroup.plan = _FaultPlan(faults, rank, record)
-    process_group.ProcessGroup = _FaultInjectingProcessGroup  # type: ignore[misc]
+    global _plan  # noqa: PLW0603 - a process is one rank
+    _plan = _FaultPlan(faults, rank, record)
+    process_group.on_create = _wrap_operations
 
 
 def disable_faults() -> None:
-    """Discard all faults; groups formed from now on are of the backend's own class."""
-    _FaultInjectingProcessGroup.plan = None
-    process_group.ProcessGroup = _OriginalProcessGroup  # type: ignore[misc]
+    """Discard all faults; groups formed from now on are those of the backend, unchanged."""
+    global _plan  # noqa: PLW0603
+    _plan = None
+    process_group.on_create = None
 
 
 def check_faults(faults: object, ranks: int) -> None:
@@ -380,28 +380,34 @@ class _FaultPlan:
             os.write(self._record, f"{line}\n".encode())
 
 
-class _FaultInjectingProcessGroup(_OriginalProcessGroup):
-    """A process group that injects faults into operations.
+_plan: _FaultPlan | None = None
 
-    Every operation passes exactly one of the overridden methods, with its arguments checked.
-    """
 
-    plan: _FaultPlan | None = None
+def _wrap_operations(group: process_group.ProcessGroup) -> None:
+    """Wrap three methods of a group; each operation passes one of them, with checked arguments."""
+    run_collective, send, recv = group._run_collective, group._send, group._recv
 
-    def _run_collective(self, name: str, call: Any, *arguments: Any, **options: Any) -> dist.Work:
-        if self.plan is not None and self.plan.inject(name):
-            call = _do_nothing
-        return super()._run_collective(name, call, *arguments, **options)
+    def run_collective_or_skip(name: str, call: Any, *arguments: Any, **options: Any) -> dist.Work:
+        return run_collective(name, _do_nothing if _inject(name) else call, *arguments, **options)
 
-    def _send(self, dst: int, tag: int, blocking: bool, tensors: list[torch.Tensor]) -> dist.Work:
-        if self.plan is not None and self.plan.inject("send"):
+    def send_or_skip(dst: int, tag: int, blocking: bool, tensors: list[torch.Tensor]) -> dist.Work:
+        if _inject("send"):
             return FinishedMessage(tensors, dst)
-        return super()._send(dst, tag, blocking, tensors)
+        return send(dst, tag, blocking, tensors)
 
-    def _recv(self, src: int, tag: int, blocking: bool, tensors: list[torch.Tensor]) -> dist.Work:
-        if self.plan is not None and self.plan.inject("recv"):
+    def recv_or_skip(src: int, tag: int, blocking: bool, tensors: list[torch.Tensor]) -> dist.Work:
+        if _inject("recv"):
             return FinishedMessage(tensors, max(src, 0))
-        return super()._recv(src, tag, blocking, tensors)
+        return recv(src, tag, blocking, tensors)
+
+    group._run_collective = run_collective_or_skip  # type: ignore[method-assign]
+    group._send = send_or_skip  # type: ignore[method-assign]
+    group._recv = recv_or_skip  # type: ignore[method-assign]
+
+
+def _inject(name: str) -> bool:
+    """Inject the faults of an operation; return whether to skip it."""
+    return _plan is not None and _plan.inject(name)
 
 
 def _do_nothing(_timeout: float) -> None:
