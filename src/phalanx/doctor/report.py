@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.doctor.peers.links import format_bandwidth, format_latency
 from phalanx.observe.escape import escape
-from phalanx.topology.layout import format_rank_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -123,6 +122,8 @@ def print_matrix(network: Network, console: Console) -> None:
 def _format_host(host: Host) -> str:
     if not host.ranks:
         return escape(host.name)
+    from phalanx.topology.layout import format_rank_ranges  # needs the core
+
     noun = "ranks" if len(host.ranks) > 1 else "rank"
     return f"{escape(host.name)} ({noun} {format_rank_ranges(host.ranks)})"
 

@@ -22,7 +22,7 @@ from subprocess import SubprocessError
 from typing import TYPE_CHECKING, Any
 
 from phalanx import env
-from phalanx.doctor.checks import run_checks
+from phalanx.doctor import run_checks
 from phalanx.doctor.peers.probes import ProbeServer, UnreachableError, measure, measure_memory
 from phalanx.errors import PhalanxError, UsageError
 
