@@ -67,12 +67,11 @@ class SshProcess(ChildProcess):
     """
 
     def __init__(self, target: str, ssh: Sequence[str], command: Sequence[str]) -> None:
-        pipe = subprocess.PIPE
         super().__init__(
             [*ssh, *_OPTIONS, "--", target, shlex.join(command)],
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         # Typed as Any: never None, because all three are pipes.
         self._pipes: tuple[Any, Any, Any] = self.stdin, self.stdout, self.stderr
