@@ -103,9 +103,7 @@ class ProcessPool:
             elif ended := self._describe_exit():
                 raise SystemLostError(f"it ended before it was ready: {ended}{self._output_tail()}")
             elif time.monotonic() > deadline:
-                raise SystemLostError(
-                    f"it was not ready within {_START_LIMIT:g} s{self._output_tail()}"
-                )
+                raise self._make_late_error()
 
     def execute(self, command: Command, activity: str) -> list[Reply]:
         """Send a command to all ranks, wait for their answers and return them in rank order.
@@ -134,7 +132,10 @@ class ProcessPool:
                 raise SystemLostError(self._describe_timeout(sorted(missing), replies, activity))
             for rank in sorted(missing):
                 if self._connections[rank] in ready:
-                    replies[rank] = self._receive(rank, activity)
+                    try:
+                        replies[rank] = self._connections[rank].recv()
+                    except (EOFError, OSError):
+                        raise self._make_death_error(rank, activity) from None
                     if replies[rank].error:
                         deadline = min(deadline, time.monotonic() + _GRACE)
         return [replies[rank] for rank in range(self._ranks)]
@@ -183,33 +184,25 @@ class ProcessPool:
 
     def _accept(self, deadline: float) -> None:
         endpoint, _ = self._socket.accept()
-        connection = Connection(endpoint.detach())
-        try:
-            if not connection.poll(max(0.0, deadline - time.monotonic())):
-                raise SystemLostError(
-                    f"it was not ready within {_START_LIMIT:g} s{self._output_tail()}"
-                )
-            hello: Hello = connection.recv()
-        except (EOFError, OSError):
-            connection.close()
-            raise SystemLostError(f"a rank died before it was ready{self._output_tail()}") from None
-        except SystemLostError:
-            connection.close()
-            raise
-        if hello.error:
-            connection.close()
-            raise SystemLostError(hello.error)
+        with contextlib.ExitStack() as stack:
+            connection = stack.enter_context(Connection(endpoint.detach()))
+            try:
+                if not connection.poll(max(0.0, deadline - time.monotonic())):
+                    raise self._make_late_error()
+                hello: Hello = connection.recv()
+            except (EOFError, OSError):
+                text = f"a rank died before it was ready{self._output_tail()}"
+                raise SystemLostError(text) from None
+            if hello.error:
+                raise SystemLostError(hello.error)
+            stack.pop_all()
         self.version = hello.version
         self._connections[hello.rank] = connection
         self._pids[hello.rank] = hello.pid
         self._pidfds.add(hello.rank, hello.pid)
 
-    def _receive(self, rank: int, activity: str) -> Reply:
-        try:
-            reply: Reply = self._connections[rank].recv()
-        except (EOFError, OSError):
-            raise self._make_death_error(rank, activity) from None
-        return reply
+    def _make_late_error(self) -> SystemLostError:
+        return SystemLostError(f"it was not ready within {_START_LIMIT:g} s{self._output_tail()}")
 
     def _make_death_error(self, rank: int, activity: str) -> SystemLostError:
         """Return an error that names every dead rank.

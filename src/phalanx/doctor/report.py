@@ -6,6 +6,7 @@ docs/doctor.md describes the JSON schema.
 from __future__ import annotations
 
 import socket
+from dataclasses import asdict
 from importlib import metadata
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,7 @@ def as_json(findings: Sequence[Finding], network: Network | None) -> dict[str, A
         "phalanx": metadata.version("phalanx"),
         "host": socket.gethostname(),
         "fit": is_fit(findings),
-        "findings": [finding.as_json() for finding in findings],
+        "findings": [asdict(finding) for finding in findings],
         "network": network.as_json() if network else None,
     }
 

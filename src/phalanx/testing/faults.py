@@ -100,6 +100,12 @@ class Fault:
     action: Callable[[], object] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.operation, str):
+            raise UsageError(
+                f"operation is {self.operation!r}, expected a name such as 'all_reduce'"
+            )
+        known_name = _OTHER_NAMES.get(self.operation, self.operation)
+        object.__setattr__(self, "operation", known_name)
         _check_number(f"{self}: rank", self.rank, 0)
         _check_number(f"{self}: nth", self.nth, 1)
         if self.operation and self.operation not in OPERATIONS:
@@ -141,9 +147,7 @@ def kill(
             f"kill: sig is {sig!r}, expected a signal such as signal.SIGTERM"
         ) from None
     action = partial(_signal, number)
-    return Fault(
-        "kill", rank, nth, _canonical_name(operation), after, f"sig={number.name}", action=action
-    )
+    return Fault("kill", rank, nth, operation, after, f"sig={number.name}", action=action)
 
 
 def crash(rank: int, nth: int, operation: str = "", *, code: int = 1, after: float = 0.0) -> Fault:
@@ -158,9 +162,7 @@ def crash(rank: int, nth: int, operation: str = "", *, code: int = 1, after: flo
     """
     _check_number("crash: code", code, 0, 255)
     action = partial(os._exit, code)
-    return Fault(
-        "crash", rank, nth, _canonical_name(operation), after, f"code={code}", action=action
-    )
+    return Fault("crash", rank, nth, operation, after, f"code={code}", action=action)
 
 
 def fail(rank: int, nth: int, operation: str = "", *, error: BaseException | None = None) -> Fault:
@@ -183,9 +185,7 @@ def fail(rank: int, nth: int, operation: str = "", *, error: BaseException | Non
     if not isinstance(error, BaseException):
         raise UsageError(f"fail: error is {error!r}, expected an exception such as MemoryError()")
     action = partial(_raise, error)
-    return Fault(
-        "fail", rank, nth, _canonical_name(operation), detail=f"error={error!r}", action=action
-    )
+    return Fault("fail", rank, nth, operation, detail=f"error={error!r}", action=action)
 
 
 def stop(
@@ -209,9 +209,7 @@ def stop(
     if seconds is not None:
         _check_seconds("stop: seconds", seconds)
     action = partial(_signal, signal.SIGSTOP)
-    return Fault(
-        "stop", rank, nth, _canonical_name(operation), after, f"seconds={seconds}", seconds, action
-    )
+    return Fault("stop", rank, nth, operation, after, f"seconds={seconds}", seconds, action)
 
 
 def delay(rank: int, nth: int, operation: str = "", *, seconds: float) -> Fault:
@@ -226,9 +224,7 @@ def delay(rank: int, nth: int, operation: str = "", *, seconds: float) -> Fault:
     """
     _check_seconds("delay: seconds", seconds)
     action = partial(time.sleep, seconds)
-    return Fault(
-        "delay", rank, nth, _canonical_name(operation), detail=f"seconds={seconds:g}", action=action
-    )
+    return Fault("delay", rank, nth, operation, detail=f"seconds={seconds:g}", action=action)
 
 
 def skip(rank: int, nth: int, operation: str = "") -> Fault:
@@ -241,7 +237,7 @@ def skip(rank: int, nth: int, operation: str = "") -> Fault:
         >>> result.errors[0]  # rank 1 ends one operation earlier
         CollectiveMismatch('[rank 0/2 on node-a] all_reduce #5 ...: rank 1 (pid 812) has left ...')
     """
-    return Fault("skip", rank, nth, _canonical_name(operation))
+    return Fault("skip", rank, nth, operation)
 
 
 def enable_faults(
@@ -301,12 +297,6 @@ def check_faults(faults: object, ranks: int) -> None:
             )
         if fault.rank >= ranks:
             raise UsageError(f"{fault}: rank {fault.rank}, expected 0 to {ranks - 1}")
-
-
-def _canonical_name(operation: str) -> str:
-    if not isinstance(operation, str):
-        raise UsageError(f"operation is {operation!r}, expected a name such as 'all_reduce'")
-    return _OTHER_NAMES.get(operation, operation)
 
 
 def _check_number(name: str, number: object, least: int, most: float = float("inf")) -> None:
