@@ -74,8 +74,8 @@ class SshProcess(ChildProcess):
             stderr=subprocess.PIPE,
         )
         # Typed as Any: never None, because all three are pipes.
-        self._pipes: tuple[Any, Any, Any] = self.stdin, self.stdout, self.stderr
-        self.descriptors = tuple(pipe.fileno() for pipe in self._pipes[1:])
+        self._pipes: Any = (self.stdin, self.stdout, self.stderr)
+        self.descriptors: tuple[int, int] = self._pipes[1].fileno(), self._pipes[2].fileno()
         self._splitters = {descriptor: LineSplitter() for descriptor in self.descriptors}
 
     def read_lines(self, descriptor: int) -> list[bytes] | None:
