@@ -24,7 +24,6 @@ from torch.distributed import DistError
 
 from phalanx.hierarchical.fingerprint import Fingerprint
 from phalanx.hierarchical.transfers import LIVENESS_TAG, ConnectionLost
-from phalanx.system.polling import wait_until
 from phalanx.transports import TransportError
 from phalanx.transports.shutdown_hooks import delay_shutdown
 
@@ -101,7 +100,13 @@ class SharedGroupState:
 
     def wait_for_failure(self) -> GroupFailure | None:
         """Return the failure of the group, or None; wait up to 0.25 s for a report."""
-        wait_until(self.check_failure, _REPORT_GRACE, longest=_POLL_INTERVAL)
+        end = time.monotonic() + _REPORT_GRACE
+        while self._failure is None:
+            if self._query(lambda: self._store.check([_FAILURE_KEY])):
+                self._failure = _parse(self._query(lambda: self._store.get(_FAILURE_KEY)))
+            elif time.monotonic() >= end:
+                break
+            time.sleep(_POLL_INTERVAL)
         return self._failure
 
     def check_failure(self) -> GroupFailure | None:
