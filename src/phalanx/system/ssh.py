@@ -74,7 +74,7 @@ class SshProcess(ChildProcess):
             stderr=subprocess.PIPE,
         )
         # Typed as Any: never None, because all three are pipes.
-        self._pipes: Any = (self.stdin, self.stdout, self.stderr)
+        self._pipes: list[Any] = [self.stdin, self.stdout, self.stderr]
         self.descriptors: tuple[int, int] = self._pipes[1].fileno(), self._pipes[2].fileno()
         self._splitters = {descriptor: LineSplitter() for descriptor in self.descriptors}
 
