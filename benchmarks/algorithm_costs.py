@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.bench import algorithm_reports
-from phalanx.bench.algorithm_reports import STYLES
+from phalanx.bench import results
 from phalanx.bench.operations import ALGORITHMS
 from phalanx.bench.plan import Variant, format_size
+from phalanx.bench.plot import ALGORITHM_STYLES
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def read(path: Path, system: str) -> list[Measured]:
     """Return the medians of a system."""
     return [
         Measured(name, report.settings["ranks"], result.bytes, result.timings[label].median)
-        for report in algorithm_reports.read(path)
+        for report in results.read(path, algorithms=True)
         for result in report.results
         for name in ALGORITHMS
         if (label := Variant(system, name).label) in result.timings
@@ -158,7 +158,7 @@ def draw_map(path: Path, alpha: float, beta: float) -> None:
                 sizes,
                 list(worlds),
                 winners,
-                cmap=ListedColormap([STYLES[name][0] for name in ALGORITHMS]),
+                cmap=ListedColormap([ALGORITHM_STYLES[name][0] for name in ALGORITHMS]),
                 vmin=0,
                 vmax=len(ALGORITHMS) - 1,
                 alpha=0.75,
@@ -172,7 +172,8 @@ def draw_map(path: Path, alpha: float, beta: float) -> None:
             axes.set_xlabel("size of the tensor")
         panels[0].set_ylabel("ranks")
         keys = [
-            Patch(color=STYLES[name][0], alpha=0.75, label=STYLES[name][2]) for name in ALGORITHMS
+            Patch(color=ALGORITHM_STYLES[name][0], alpha=0.75, label=ALGORITHM_STYLES[name][2])
+            for name in ALGORITHMS
         ]
         picture.legend(handles=keys, loc="outside upper center", ncols=4, frameon=False)
         picture.savefig(path, dpi=110)
@@ -188,7 +189,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1.25, help="1 / beta of the map in GB/s")
     parser.add_argument("--map", type=Path, help="draw a map of the fastest algorithms")
     options = parser.parse_args()
-    cores = algorithm_reports.read(options.measured)[0].machine["cores"]
+    cores = results.read(options.measured, algorithms=True)[0].machine["cores"]
     for system in ("phalanx", "gloo"):
         print_fit(options.measured, system, cores)
     if options.map:

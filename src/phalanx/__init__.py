@@ -6,7 +6,8 @@ General layout, from the bottom up (dependencies point downward only):
   collectives and messages. It does not depend on Python objects or torch.
 - `errors`, `env`: all exceptions and all environment variables. They import nothing else of the
   package.
-- `system`: operating system utilities that every layer may use: host identity, polling, signals.
+- `system`: operating system utilities that every layer may use: processes, ssh, host identity,
+  polling, signals.
 - `torch_versions`: the differences between versions of PyTorch.
 - `key`: the job's key, which authenticates its processes.
 - `address`: the address at which other hosts reach this machine.

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from phalanx.errors import UsageError
+from phalanx.system.host_identity import MemoryProbe
 from phalanx.topology import RankRecord, local_address, own_address
-from phalanx.topology.rank_record import MemoryProbe
 
 
 @pytest.fixture

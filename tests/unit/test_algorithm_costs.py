@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks import algorithm_costs, algorithm_pictures
-from phalanx.bench import algorithm_reports
+from phalanx.bench import results
 from phalanx.bench.operations import ALGORITHMS
 from phalanx.bench.plan import Variant
 from phalanx.bench.results import Report, Result, Timing
@@ -87,7 +87,7 @@ def test_fit_recovers_parameters(tmp_path: Path) -> None:
                 timings[Variant("gloo", name).label] = Timing(seconds, seconds, seconds, 5)
             entries.append(Result("all_reduce", "float32", size, size, 0, True, None, timings))
         reports.append(Report("", "", {"cores": 2}, {}, {"ranks": ranks}, {}, entries))
-    algorithm_reports.write(reports, tmp_path / "made.json")
+    results.write(reports, tmp_path / "made.json", algorithms=True)
     assert algorithm_costs.read(tmp_path / "made.json", "phalanx") == []
     measured = algorithm_costs.read(tmp_path / "made.json", "gloo")
     assert len(measured) == 16

@@ -130,9 +130,16 @@ def test_elements_equal_those_of_torch(dtype: str) -> None:
     assert decode(stored, dtype).tolist() == values.tolist()
 
 
+@pytest.mark.parametrize("ranks", [2, 63, 64])
+def test_the_largest_sum_fits_into_eight_bits(ranks: int) -> None:
+    largest = max(int(make_input(5, rank, ranks, 100).max()) for rank in range(ranks))
+    assert largest == (2 if ranks < 64 else 1)
+    assert largest * ranks <= np.iinfo(np.int8).max
+
+
 def test_the_expected_outputs() -> None:
-    a, b, c = (make_input(5, rank, 6) for rank in range(3))
-    parts = [make_input(5, rank, 2) for rank in range(3)]
+    a, b, c = (make_input(5, rank, 3, 6) for rank in range(3))
+    parts = [make_input(5, rank, 3, 2) for rank in range(3)]
 
     def result(name: str, rank: int) -> list[int]:
         values: list[int] = expected_output(OPERATIONS[name], 5, rank, 3, 6).tolist()
@@ -242,10 +249,10 @@ def test_quartiles() -> None:
 def test_speedups_and_bandwidth_fraction() -> None:
     entry = make_result(phalanx=400, gloo=2000, openmpi=900, mpich=800)
     assert entry.speedup("phalanx", ["gloo"]) == pytest.approx(5)
-    assert entry.speedup_over_mpi("phalanx") == pytest.approx(2)
+    assert entry.speedup("phalanx", systems.MPI) == pytest.approx(2)
     assert entry.bandwidth_fraction("phalanx") == pytest.approx(0.5)
     assert entry.speedup("phalanx-shared", ["gloo"]) is None
-    assert make_result(phalanx=400).speedup_over_mpi("phalanx") is None
+    assert make_result(phalanx=400).speedup("phalanx", systems.MPI) is None
     assert make_result(phalanx=400, cached=True).bandwidth_fraction("phalanx") is None
 
 
@@ -292,8 +299,8 @@ def test_the_table_shows_every_result_and_note(terminal: bool, width: int) -> No
 def test_a_stored_report_is_read_back(tmp_path: Path) -> None:
     stored = report(make_result(phalanx=400, gloo=2000), make_result(16 * MIB, phalanx=900))
     stored.settings = {"ranks": 2}
-    results.write(stored, tmp_path / "a.json")
-    assert results.read(tmp_path / "a.json") == stored
+    results.write([stored], tmp_path / "a.json")
+    assert results.read(tmp_path / "a.json") == [stored]
 
 
 @pytest.mark.parametrize("text", ['{"all_reduce": {}}', "[]", '"text"'])

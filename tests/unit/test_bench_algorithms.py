@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from phalanx.bench import algorithm_reports, machine, results
-from phalanx.bench.algorithm_reports import SHORT, STYLES, AlgorithmsDisplay, plot
+from phalanx.bench import machine, results
 from phalanx.bench.messages import PrepareCommand, TurnCommand
 from phalanx.bench.operations import ALGORITHMS, STORAGE
 from phalanx.bench.plan import Plan, Variant, parse_rank_counts
+from phalanx.bench.plot import ALGORITHM_STYLES, plot_algorithms
 from phalanx.bench.results import Report, Result, Timing
 from phalanx.bench.systems import SYSTEMS
+from phalanx.bench.table import SHORT_NAMES, AlgorithmsDisplay, fastest_algorithm
 from phalanx.bench.timed_operation import TimedOperation
 from phalanx.cli.bench import make_plans
 from phalanx.errors import UsageError
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 def test_every_algorithm_has_a_name_and_a_style() -> None:
     assert tuple(algorithms.ALGORITHMS) == ALGORITHMS
-    assert tuple(SHORT) == tuple(STYLES) == ("", *ALGORITHMS)
+    assert tuple(SHORT_NAMES) == tuple(ALGORITHM_STYLES) == ("", *ALGORITHMS)
 
 
 def test_rank_counts_are_sorted_without_duplicates() -> None:
@@ -144,25 +145,25 @@ def report(ranks: int) -> Report:
 
 def test_the_fastest_algorithm() -> None:
     small, large = report(2).results
-    assert algorithm_reports.fastest_algorithm(small, "gloo") == "tree_all_reduce"
-    assert algorithm_reports.fastest_algorithm(large, "phalanx") == "ring_all_reduce_simple"
-    assert algorithm_reports.fastest_algorithm(small, "mpich") is None
+    assert fastest_algorithm(small, "gloo") == "tree_all_reduce"
+    assert fastest_algorithm(large, "phalanx") == "ring_all_reduce_simple"
+    assert fastest_algorithm(small, "mpich") is None
 
 
 def test_reports_are_stored_and_read(tmp_path: Path) -> None:
     reports = [report(2), report(3)]
-    algorithm_reports.write(reports, tmp_path / "out.json")
-    again = algorithm_reports.read(tmp_path / "out.json")
+    results.write(reports, tmp_path / "out.json", algorithms=True)
+    again = results.read(tmp_path / "out.json", algorithms=True)
     assert [each.results for each in again] == [each.results for each in reports]
     assert [each.settings["ranks"] for each in again] == [2, 3]
 
 
 def test_a_file_of_the_other_kind_is_rejected(tmp_path: Path) -> None:
-    results.write(report(2), tmp_path / "plain.json")
-    algorithm_reports.write([report(2)], tmp_path / "algorithms.json")
+    results.write([report(2)], tmp_path / "plain.json")
+    results.write([report(2)], tmp_path / "algorithms.json", algorithms=True)
     with pytest.raises(UsageError, match="measure again with phalanx bench --algorithms --output"):
-        algorithm_reports.read(tmp_path / "plain.json")
-    with pytest.raises(UsageError, match=f"has the format {algorithm_reports.FORMAT!r}, expected"):
+        results.read(tmp_path / "plain.json", algorithms=True)
+    with pytest.raises(UsageError, match=f"has the format {results.FORMATS[True]!r}, expected"):
         results.read(tmp_path / "algorithms.json")
 
 
@@ -191,7 +192,7 @@ def test_the_table_has_a_line_for_each_size_and_system(terminal: bool) -> None:
 
 @pytest.mark.parametrize("name", ["out.png", "out.svg"])
 def test_the_plot(tmp_path: Path, name: str) -> None:
-    plot([report(2), report(3)], tmp_path / name)
+    plot_algorithms([report(2), report(3)], tmp_path / name)
     assert (tmp_path / name).stat().st_size > 5000
 
 
@@ -199,4 +200,4 @@ def test_a_plot_without_results_is_rejected(tmp_path: Path) -> None:
     empty = report(2)
     empty.results.clear()
     with pytest.raises(UsageError, match="no algorithm was measured"):
-        plot([empty], tmp_path / "out.png")
+        plot_algorithms([empty], tmp_path / "out.png")

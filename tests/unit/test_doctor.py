@@ -26,8 +26,7 @@ from phalanx.doctor.peers.ssh import _SshAgent, parse_peer_names
 from phalanx.doctor.report import print_matrix
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launcher.host_resources import cgroup_limits
-from phalanx.launcher.ssh import connection
-from phalanx.launcher.ssh.plan import HostSpec
+from phalanx.system import ssh
 
 
 @given(st.integers(0, 40))
@@ -207,6 +206,23 @@ def test_a_working_mpi_library() -> None:
     assert "MPI" in found.values["library"]
 
 
+BROKEN_CORE = """
+import sys
+sys.modules["phalanx._native"] = None  # as if the core could not be loaded
+from phalanx.cli import main
+main()
+"""
+
+
+def test_a_core_that_cannot_be_loaded_is_reported() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN_CORE, "doctor"], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 1, done.stderr
+    assert "whose core can't be loaded: " in done.stdout
+    assert "not fit: 1 problem" in done.stdout
+
+
 def test_gpus_that_torch_cannot_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script replaces the driver's tool, and torch sees no GPU."""
     tool = tmp_path / "nvidia-smi"
@@ -298,9 +314,7 @@ def test_an_answer_over_ssh_contains_the_number_of_its_command() -> None:
 def test_a_configuration_of_ssh_that_takes_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "CONFIGURATION_TIMEOUT", 0.2)
+    monkeypatch.setattr(ssh, "CONFIGURATION_TIMEOUT", 0.2)
     message = r"-G -- node-a` did not end within 0.2 s: check for commands in ssh's"
     with pytest.raises(LaunchError, match=message):
-        connection.resolve_address(
-            HostSpec("node-a", None), make_ssh(tmp_path, "import time; time.sleep(60)")
-        )
+        ssh.resolve_address("node-a", make_ssh(tmp_path, "import time; time.sleep(60)"))

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.hierarchical.failure import counterparts
+from phalanx.system.host_identity import MemoryProbe
 from phalanx.topology.layout import Layout, group_by_host
-from phalanx.topology.rank_record import MemoryProbe, RankRecord
+from phalanx.topology.rank_record import RankRecord
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))

@@ -12,7 +12,8 @@ from phalanx import key as keys
 from phalanx.errors import UsageError
 from phalanx.launcher.options import parse
 from phalanx.launcher.ssh.plan import HostSpec, Plan, make_plan, parse_hosts
-from phalanx.launcher.ssh.protocol import LineSplitter, pack, unpack
+from phalanx.launcher.ssh.protocol import pack, unpack
+from phalanx.system.ssh import LineSplitter
 
 
 @pytest.mark.parametrize(

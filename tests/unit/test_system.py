@@ -1,7 +1,8 @@
-"""`phalanx.system`: names of signals, the identity of the host, polling."""
+"""`phalanx.system`: processes, names of signals, the identity of the host, polling."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,8 @@ import time
 import pytest
 
 from phalanx.system import polling
-from phalanx.system.host_identity import boot_id, namespace_id
+from phalanx.system.host_identity import boot_id, has_content, host_identity, namespace_id
+from phalanx.system.processes import ChildProcess, RankPidfds, describe_exit, signal_group
 from phalanx.system.signals import signal_name
 
 
@@ -32,6 +34,60 @@ def test_processes_of_one_host_agree() -> None:
     ).stdout
     assert said.split() == [boot_id(), str(namespace_id("pid")), str(namespace_id("net"))]
     assert namespace_id("pid") != namespace_id("net")
+
+
+def test_an_identity_names_the_boot_and_the_namespaces() -> None:
+    assert host_identity() == boot_id()
+    assert host_identity("pid", "net").split() == [
+        boot_id(),
+        str(namespace_id("pid")),
+        str(namespace_id("net")),
+    ]
+
+
+def test_the_content_of_a_file_of_another_process() -> None:
+    descriptor = os.memfd_create("test")
+    try:
+        os.write(descriptor, b"nonce and more")
+        assert has_content(os.getpid(), descriptor, b"nonce")
+        assert not has_content(os.getpid(), descriptor, b"other")
+        assert not has_content(os.getpid(), descriptor, b"nonce and more than that")
+    finally:
+        os.close(descriptor)
+    assert not has_content(os.getpid(), descriptor, b"nonce")
+
+
+TREE = "sleep 1000 & echo $!; read line; exit 3"
+
+
+def test_a_child_and_what_it_has_started() -> None:
+    child = ChildProcess(["sh", "-c", TREE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdin is not None
+    grandchild = int(child.stdout.readline())
+    pidfds = RankPidfds()
+    pidfds.add(0, child.pid)
+    pidfds.add(7, grandchild)
+    assert os.getsid(grandchild) == child.pid != os.getsid(0)
+    assert pidfds.wait(0) == [0, 7]
+    child.stdin.close()
+    assert pidfds.wait(60, [0]) == []
+    assert pidfds.wait(0) == [7]
+    signal_group(child.pid, signal.SIGKILL)
+    assert pidfds.wait(60) == []
+    child.end(0)
+    assert child.returncode == 3
+    signal_group(child.pid, signal.SIGKILL)  # nothing is left
+    pidfds.signal_all(signal.SIGKILL)
+    child.stdout.close()
+    pidfds.close()
+
+
+def test_a_child_that_does_not_end_is_killed() -> None:
+    child = ChildProcess(["sleep", "1000"])
+    child.end(0.01)
+    assert describe_exit(child.returncode) == "was killed by SIGKILL"
+    assert describe_exit(3) == "exited with code 3"
 
 
 class Clock:
@@ -70,3 +126,10 @@ def test_the_last_attempt_is_at_the_deadline(
 
 def test_one_attempt_after_the_deadline() -> None:
     assert len(list(polling.attempts(time.monotonic() - 1))) == 1
+
+
+def test_waiting_for_a_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    assert polling.wait_until(lambda: clock.now > 100.002, 1)
+    assert clock.now < 100.01
+    assert not polling.wait_until(lambda: False, 1)

@@ -39,9 +39,12 @@ from phalanx.errors import UsageError
 from phalanx.observe import recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from phalanx.backend.instrumentation import OperatorCall
+
+on_create: Callable[[ProcessGroup], None] | None = None
+"""A function that is called with each new group; fault injection wraps its methods there."""
 
 
 def create(options: Any, backend_options: object = None) -> ProcessGroup:
@@ -71,6 +74,8 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup:
     group.hosts = layout.hosts
     group.transport = transport
     group._nccl.required = transport == "nccl"
+    if on_create is not None:
+        on_create(group)
     return group
 
 

@@ -8,7 +8,10 @@
 - `messages`, `process_pool`: communication between the parent and the processes of a system.
 - `measurement`: the rounds, in which the systems take turns. `machine`: memory, caches, versions.
 - `results`: the results and their JSON; `table` and `plot` show them.
-- `algorithm_reports`: storage and display of the results of `phalanx bench --algorithms`.
 
-Nothing here imports torch, MPI or matplotlib until it is needed.
+With `phalanx bench --algorithms`, the systems run the all-reduces of `phalanx.parallel` beside
+their own, for several world sizes one after another. docs/algorithms.md interprets the results.
+
+The processes of MPI do not import torch, and nothing here imports MPI or matplotlib until it is
+needed.
 """

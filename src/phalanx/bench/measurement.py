@@ -16,7 +16,7 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from phalanx.bench import machine
 from phalanx.bench.messages import PrepareCommand, StreamCommand, TurnCommand
@@ -29,11 +29,12 @@ from phalanx.bench.systems import UnavailableError, settings
 from phalanx.errors import LaunchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from phalanx.bench.plan import Plan
+    from phalanx.bench.table import Display
 
-__all__ = ["ProgressListener", "buffer_count", "measure"]
+__all__ = ["buffer_count", "measure"]
 
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 100
 _TURN_SECONDS = 0.02
@@ -44,25 +45,6 @@ _POOL_BYTES = 96 * 2**20
 # is always checked.
 _CHECKED_BYTES = 2**22
 _STREAM_SECONDS, _STREAM_REPEATS = 0.15, 3
-
-
-class ProgressListener(Protocol):
-    """A listener for the progress of a measurement."""
-
-    def begin(self, report: Report, total: int) -> None:
-        """Handle the start of a measurement with `total` results."""
-
-    def begin_activity(self, activity: str) -> None:
-        """Handle the start of an activity."""
-
-    def begin_section(self, operation: str, dtype: str, systems: Sequence[str]) -> None:
-        """Handle the start of the results of an operation and a dtype, for `systems`."""
-
-    def add_result(self, result: Result) -> None:
-        """Handle a new result."""
-
-    def add_note(self, text: str) -> None:
-        """Handle a note about missing results, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +65,12 @@ class _Case:
         return f"{self.operation.name}{size}, {self.dtype}"
 
 
-def measure(plan: Plan, listener: ProgressListener) -> Report:
+def measure(plan: Plan, display: Display) -> Report:
     """Carry out a plan; blocks for minutes.
 
     Args:
         plan: The measurements to make.
-        listener: Listener that receives each result when it is complete.
+        display: Display that shows each result when it is complete.
 
     Returns:
         A report with all results. Its notes name systems that are not installed, that lack an
@@ -106,12 +88,12 @@ def measure(plan: Plan, listener: ProgressListener) -> Report:
         for dtype in (plan.dtypes if OPERATIONS[name].has_size else plan.dtypes[:1])
     ]
     sizes = {True: list(plan.sizes), False: [0]}
-    listener.begin(report, sum(len(sizes[operation.has_size]) for operation, _ in sections))
-    measurement = _Measurement(plan, report, listener)
+    display.begin(report, sum(len(sizes[operation.has_size]) for operation, _ in sections))
+    measurement = _Measurement(plan, report, display)
     try:
         measurement.start()
         for operation, dtype in sections:
-            listener.begin_section(operation.name, dtype, measurement.systems)
+            display.begin_section(operation.name, dtype, measurement.systems)
             for size in sizes[operation.has_size]:
                 measurement.measure(_Case(operation, dtype, size))
     finally:
@@ -132,8 +114,8 @@ def buffer_count(size: int) -> int:
 class _Measurement:
     """A running measurement: the remaining systems and the report so far."""
 
-    def __init__(self, plan: Plan, report: Report, listener: ProgressListener) -> None:
-        self._plan, self._report, self._listener = plan, report, listener
+    def __init__(self, plan: Plan, report: Report, display: Display) -> None:
+        self._plan, self._report, self._display = plan, report, display
         self._pools: dict[str, ProcessPool] = {}
         self._unsupported: set[tuple[str, str, str]] = set()
 
@@ -150,7 +132,7 @@ class _Measurement:
             except UnavailableError as error:
                 self._note(f"{name} is not available: {error}")
         for name, pool in list(self._pools.items()):
-            self._listener.begin_activity(f"starting {name}")
+            self._display.begin_activity(f"starting {name}")
             try:
                 pool.wait_until_ready()
             except SystemLostError as error:
@@ -166,7 +148,7 @@ class _Measurement:
 
     def measure(self, case: _Case) -> None:
         """Measure a case and add its result to the report."""
-        self._listener.begin_activity(case.name)
+        self._display.begin_activity(case.name)
         ranks, operation = self._plan.ranks, case.operation
         count = operation.element_count(case.size, case.itemsize, ranks)
         bytes_per_rank = [
@@ -197,7 +179,7 @@ class _Measurement:
             timings={name: Timing.of(values) for name, values in seconds.items()},
         )
         self._report.results.append(result)
-        self._listener.add_result(result)
+        self._display.add_result(result)
         self._require_systems()
 
     def _run_rounds(self, case: _Case, prepare: PrepareCommand) -> dict[str, list[float]]:
@@ -284,7 +266,7 @@ class _Measurement:
 
     def _note(self, text: str) -> None:
         self._report.notes.append(text)
-        self._listener.add_note(text)
+        self._display.add_note(text)
 
     def _require_systems(self) -> None:
         if not self._pools:

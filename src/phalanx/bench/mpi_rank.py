@@ -14,7 +14,7 @@ mpi4py.rc.thread_level = "funneled"
 from mpi4py import MPI  # noqa: E402
 
 from phalanx.bench.operations import STORAGE  # noqa: E402
-from phalanx.bench.timed_operation import UnsupportedError  # noqa: E402
+from phalanx.bench.timed_operation import UnsupportedError, ping_pong  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,25 +62,25 @@ class MpiSystem:
         if operation in _REDUCTIONS and STORAGE[dtype].itemsize == 2:
             raise UnsupportedError(f"MPI has no {dtype} to reduce")
         world, root = self._world, self.rank == 0
-        calls: dict[str, Callable[[], Callable[[], object]]] = {
-            "all_reduce": lambda: partial(world.Allreduce, MPI.IN_PLACE, target),
-            "reduce": lambda: (
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": partial(world.Allreduce, MPI.IN_PLACE, target),
+            "reduce": (
                 partial(world.Reduce, MPI.IN_PLACE, target)
                 if root
                 else partial(world.Reduce, target, None)
             ),
-            "broadcast": lambda: partial(world.Bcast, target, 0),
-            "gather": lambda: partial(world.Gather, source, target if root else None, 0),
-            "scatter": lambda: partial(world.Scatter, source if root else None, target, 0),
-            "all_gather": lambda: partial(world.Allgather, source, target),
-            "all_gather_into_tensor": lambda: partial(world.Allgather, source, target),
-            "reduce_scatter": lambda: partial(world.Reduce_scatter_block, source, target),
-            "all_to_all": lambda: partial(world.Alltoall, source, target),
-            "send_recv": lambda: self._ping_pong(source, target),
-            "isend_irecv": lambda: self._exchange(source, target),
-            "barrier": lambda: world.Barrier,
+            "broadcast": partial(world.Bcast, target, 0),
+            "gather": partial(world.Gather, source, target if root else None, 0),
+            "scatter": partial(world.Scatter, source if root else None, target, 0),
+            "all_gather": partial(world.Allgather, source, target),
+            "all_gather_into_tensor": partial(world.Allgather, source, target),
+            "reduce_scatter": partial(world.Reduce_scatter_block, source, target),
+            "all_to_all": partial(world.Alltoall, source, target),
+            "send_recv": ping_pong(self.rank, world.Send, world.Recv, source, target),
+            "isend_irecv": self._exchange(source, target),
+            "barrier": world.Barrier,
         }
-        return calls[operation]()
+        return calls[operation]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -90,19 +90,6 @@ class MpiSystem:
         """Finalize MPI."""
         MPI.Finalize()
 
-    def _ping_pong(self, source: Any, target: Any) -> Callable[[], object]:
-        send, recv = self._world.Send, self._world.Recv
-
-        def ping() -> None:
-            send(source, 1)
-            recv(target, 1)
-
-        def pong() -> None:
-            recv(target, 0)
-            send(source, 0)
-
-        return (ping, pong)[self.rank] if self.rank < 2 else _do_nothing
-
     def _exchange(self, source: Any, target: Any) -> Callable[[], object]:
         next_rank, previous_rank = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
         isend, irecv, wait_all = self._world.Isend, self._world.Irecv, MPI.Request.Waitall
@@ -111,10 +98,6 @@ class MpiSystem:
             wait_all([irecv(target, previous_rank), isend(source, next_rank)])
 
         return exchange
-
-
-def _do_nothing() -> None:
-    """Do nothing, on a rank that takes no part in an operation."""
 
 
 def _version(text: str) -> str:

@@ -87,10 +87,8 @@ class Operation:
 
     def buffer_counts(self, rank: int, ranks: int, count: int) -> tuple[int, int]:
         """Return the elements of a rank's input and output buffer; (0, n) if in place."""
-        reads, writes = (
-            self.read_count(rank, ranks, count),
-            self.write_count(rank, ranks, count),
-        )
+        reads = self.read_count(rank, ranks, count)
+        writes = self.write_count(rank, ranks, count)
         return (0, max(reads, writes)) if self.is_in_place else (reads, writes)
 
     def traffic(self, ranks: int, count: int) -> int:
@@ -171,9 +169,13 @@ def decode(stored: NDArray[Any], dtype: str) -> NDArray[np.float64]:
     return stored.astype(np.float64)
 
 
-def make_input(seed: int, rank: int, count: int) -> NDArray[np.int64]:
-    """Return a rank's input: random values 0, 1 and 2, so that sums are exact in every dtype."""
-    return np.random.default_rng((seed, rank)).integers(0, 3, count)
+def make_input(seed: int, rank: int, ranks: int, count: int) -> NDArray[np.int64]:
+    """Return a rank's input: random values 0, 1 and 2, so that sums are exact in every dtype.
+
+    From 64 ranks on, a sum of twos would exceed 8 bits, so the values are 0 and 1.
+    """
+    largest = min(2, np.iinfo(np.int8).max // ranks)
+    return np.random.default_rng((seed, rank)).integers(0, largest + 1, count)
 
 
 def expected_output(
@@ -188,7 +190,10 @@ def expected_output(
         ranks: Number of ranks.
         count: Number of elements of the operation.
     """
-    inputs = [make_input(seed, r, operation.read_count(r, ranks, count)) for r in range(ranks)]
+    inputs = [
+        make_input(seed, other, ranks, operation.read_count(other, ranks, count))
+        for other in range(ranks)
+    ]
     part = slice(rank * count // ranks, (rank + 1) * count // ranks)
     result: NDArray[np.int64]
     match operation.name:

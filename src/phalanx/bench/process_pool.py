@@ -11,7 +11,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
 from multiprocessing.connection import Connection, wait
@@ -23,9 +22,11 @@ from phalanx.bench.messages import Command, Hello, Reply, StopCommand
 from phalanx.bench.rank import SOCKET
 from phalanx.bench.systems import programs
 from phalanx.errors import UsageError
-from phalanx.system.signals import signal_name
+from phalanx.system.polling import wait_until
+from phalanx.system.processes import ChildProcess, RankPidfds, describe_exit, signal_group
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import TracebackType
 
 __all__ = ["ProcessPool", "SystemLostError"]
@@ -67,9 +68,9 @@ class ProcessPool:
         self._ranks, self._timeout = ranks, timeout
         self._folder = TemporaryDirectory(prefix="phalanx-bench-")
         self._connections: dict[int, Connection] = {}
-        self._handles: dict[int, int] = {}
+        self._pidfds = RankPidfds()
         self._pids: dict[int, int] = {}
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[ChildProcess] = []
         self._socket = socket.socket(socket.AF_UNIX)
         try:
             self._start(Path(self._folder.name))
@@ -99,12 +100,10 @@ class ProcessPool:
             ready, _, _ = select.select([self._socket], [], [], _TICK)
             if ready:
                 self._accept(deadline)
-            elif (ended := self._describe_exit()) is not None:
+            elif ended := self._describe_exit():
                 raise SystemLostError(f"it ended before it was ready: {ended}{self._output_tail()}")
             elif time.monotonic() > deadline:
-                raise SystemLostError(
-                    f"it was not ready within {_START_LIMIT:g} s{self._output_tail()}"
-                )
+                raise self._make_late_error()
 
     def execute(self, command: Command, activity: str) -> list[Reply]:
         """Send a command to all ranks, wait for their answers and return them in rank order.
@@ -133,7 +132,10 @@ class ProcessPool:
                 raise SystemLostError(self._describe_timeout(sorted(missing), replies, activity))
             for rank in sorted(missing):
                 if self._connections[rank] in ready:
-                    replies[rank] = self._receive(rank, activity)
+                    try:
+                        replies[rank] = self._connections[rank].recv()
+                    except (EOFError, OSError):
+                        raise self._make_death_error(rank, activity) from None
                     if replies[rank].error:
                         deadline = min(deadline, time.monotonic() + _GRACE)
         return [replies[rank] for rank in range(self._ranks)]
@@ -144,14 +146,12 @@ class ProcessPool:
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
                 connection.send(StopCommand())
-        kind = len(self._connections) == self._ranks
-        self._wait(_STOP_LIMIT if kind else 0.0)
+        self._wait_for_exits(_STOP_LIMIT if len(self._connections) == self._ranks else 0.0)
         self._kill()
         for connection in self._connections.values():
             connection.close()
-        for handle in self._handles.values():
-            os.close(handle)
-        self._connections, self._handles, self._processes = {}, {}, []
+        self._pidfds.close()
+        self._connections, self._processes = {}, []
         self._folder.cleanup()
 
     def kill(self) -> None:
@@ -177,61 +177,45 @@ class ProcessPool:
         command += [str(os.getpid()), str(self._timeout)]
         with (folder / "output").open("wb") as output:
             for program in programs(self.name, self._ranks, command):
-                process = subprocess.Popen(
-                    program.arguments,
-                    env={**os.environ, **program.environment},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    # Ctrl-C reaches only the parent, which ends the other processes.
-                    start_new_session=True,
+                environment = {**os.environ, **program.environment}
+                self._processes.append(
+                    ChildProcess(program.arguments, env=environment, stdout=output, stderr=output)
                 )
-                self._processes.append(process)
 
     def _accept(self, deadline: float) -> None:
         endpoint, _ = self._socket.accept()
-        connection = Connection(endpoint.detach())
-        try:
-            if not connection.poll(max(0.0, deadline - time.monotonic())):
-                raise SystemLostError(
-                    f"it was not ready within {_START_LIMIT:g} s{self._output_tail()}"
-                )
-            hello: Hello = connection.recv()
-        except (EOFError, OSError):
-            connection.close()
-            raise SystemLostError(f"a rank died before it was ready{self._output_tail()}") from None
-        except SystemLostError:
-            connection.close()
-            raise
-        if hello.error:
-            connection.close()
-            raise SystemLostError(hello.error)
+        with contextlib.ExitStack() as stack:
+            connection = stack.enter_context(Connection(endpoint.detach()))
+            try:
+                if not connection.poll(max(0.0, deadline - time.monotonic())):
+                    raise self._make_late_error()
+                hello: Hello = connection.recv()
+            except (EOFError, OSError):
+                text = f"a rank died before it was ready{self._output_tail()}"
+                raise SystemLostError(text) from None
+            if hello.error:
+                raise SystemLostError(hello.error)
+            stack.pop_all()
         self.version = hello.version
         self._connections[hello.rank] = connection
         self._pids[hello.rank] = hello.pid
-        self._handles[hello.rank] = os.pidfd_open(hello.pid)
+        self._pidfds.add(hello.rank, hello.pid)
 
-    def _receive(self, rank: int, activity: str) -> Reply:
-        try:
-            reply: Reply = self._connections[rank].recv()
-        except (EOFError, OSError):
-            raise self._make_death_error(rank, activity) from None
-        return reply
+    def _make_late_error(self) -> SystemLostError:
+        return SystemLostError(f"it was not ready within {_START_LIMIT:g} s{self._output_tail()}")
 
     def _make_death_error(self, rank: int, activity: str) -> SystemLostError:
         """Return an error that names every dead rank.
 
         There may be several: if one rank dies, an MPI launcher kills the others.
         """
-        deadline = time.monotonic() + _GRACE
-        while (ended := self._describe_exit()) is None and time.monotonic() < deadline:
-            time.sleep(_TICK / 10)
-        dead, _, _ = select.select(self._handles.values(), [], [], 0)
-        ranks = [r for r, handle in self._handles.items() if handle in dead] or [rank]
-        text = f"{self._format_ranks(ranks)} died during {activity}"
-        return SystemLostError(text if ended is None else f"{text}: {ended}")
+        wait_until(self._describe_exit, _GRACE, longest=_TICK / 10)
+        dead = self._pids.keys() - self._pidfds.wait(0)
+        text = f"{self._format_ranks(dead or {rank})} died during {activity}"
+        ended = self._describe_exit()
+        return SystemLostError(f"{text}: {ended}" if ended else text)
 
-    def _format_ranks(self, ranks: list[int]) -> str:
+    def _format_ranks(self, ranks: Iterable[int]) -> str:
         return "rank " + ", ".join(f"{rank} (pid {self._pids[rank]})" for rank in sorted(ranks))
 
     def _describe_timeout(
@@ -244,15 +228,13 @@ class ProcessPool:
             f"no answer within {self._timeout:g} s to {activity} from {self._format_ranks(missing)}"
         )
 
-    def _describe_exit(self) -> str | None:
-        """Describe the end of the first started process that has ended; None if all run."""
+    def _describe_exit(self) -> str:
+        """Describe the end of the first started process that has ended; empty if all run."""
         for process in self._processes:
             code = process.poll()
             if code is not None:
-                name = Path(str(process.args[0])).name  # type: ignore[index]
-                ending = f"exited with code {code}"
-                return f"{name} {ending if code >= 0 else f'was killed by {signal_name(-code)}'}"
-        return None
+                return f"{Path(process.command[0]).name} {describe_exit(code)}"
+        return ""
 
     def _output_tail(self) -> str:
         """Return the last lines of the processes' output, joined to one line."""
@@ -261,24 +243,17 @@ class ProcessPool:
         lines = [line.strip() for line in lines if line.strip(" -\t")]
         return f" ({' / '.join(lines[-3:])})" if lines else ""
 
-    def _wait(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                return False
-        return True
+    def _wait_for_exits(self, seconds: float) -> bool:
+        return wait_until(
+            lambda: all(process.poll() is not None for process in self._processes), seconds
+        )
 
     def _kill(self) -> None:
-        for handle in self._handles.values():
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
+        self._pidfds.signal_all(signal.SIGKILL)
         for number in (signal.SIGTERM, signal.SIGKILL):
             for process in self._processes:
                 if process.poll() is None:
                     # The whole group, since a launcher may have started further processes.
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, number)
-            if self._wait(_GRACE):
+                    signal_group(process.pid, number)
+            if self._wait_for_exits(_GRACE):
                 return

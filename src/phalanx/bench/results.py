@@ -7,25 +7,16 @@ import statistics
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from phalanx.bench.systems import MPI
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = [
-    "Report",
-    "Result",
-    "Timing",
-    "as_json",
-    "parse_report",
-    "read",
-    "read_document",
-    "write",
-]
+__all__ = ["FORMATS", "Report", "Result", "Timing", "as_json", "read", "write"]
 
-_FORMAT = "phalanx bench 3"
+FORMATS = {False: "phalanx bench 3", True: "phalanx bench algorithms 2"}
+"""Formats of files: of one report, and of the reports of `phalanx bench --algorithms`."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +76,6 @@ class Result:
             return None
         return min(times) / self.timings[system].median
 
-    def speedup_over_mpi(self, system: str) -> float | None:
-        """Return how many times faster a system is than the faster MPI; None if unknown."""
-        return self.speedup(system, MPI)
-
     def bandwidth_fraction(self, system: str) -> float | None:
         """Return the fraction of the memory bandwidth that a system reaches.
 
@@ -131,32 +118,25 @@ class Report:
         return max(self.bandwidth.values())
 
 
-def as_json(report: Report) -> dict[str, Any]:
-    """Return a report as a JSON object; times are in seconds, sizes in bytes."""
-    return {"format": _FORMAT, "unit": "seconds", **asdict(report)}
-
-
-def write(report: Report, path: Path) -> None:
-    """Store a report as JSON."""
-    path.write_text(json.dumps(as_json(report), indent=1) + "\n")
-
-
-def read(path: Path) -> Report:
-    """Load what `write` stored.
-
-    Raises:
-        UsageError: The file can't be read, or has another format.
-    """
-    return parse_report(read_document(path, _FORMAT, "phalanx bench --output"))
-
-
-def read_document(path: Path, wanted: str, command: str) -> dict[str, Any]:
-    """Load a JSON document, without the names of its format and unit.
+def as_json(reports: Sequence[Report], *, algorithms: bool = False) -> dict[str, Any]:
+    """Return reports as a JSON object; times are in seconds, sizes in bytes.
 
     Args:
-        path: Path of the file.
-        wanted: Expected format.
-        command: Command that writes such files, for the error message.
+        reports: The reports: several, one for each world size, with `algorithms`, else one.
+        algorithms: Whether the reports are those of `phalanx bench --algorithms`.
+    """
+    entries = [asdict(report) for report in reports]
+    content = {"reports": entries} if algorithms else entries[0]
+    return {"format": FORMATS[algorithms], "unit": "seconds", **content}
+
+
+def write(reports: Sequence[Report], path: Path, *, algorithms: bool = False) -> None:
+    """Store reports as JSON; the arguments are those of `as_json`."""
+    path.write_text(json.dumps(as_json(reports, algorithms=algorithms), indent=1) + "\n")
+
+
+def read(path: Path, *, algorithms: bool = False) -> list[Report]:
+    """Load what `write` stored.
 
     Raises:
         UsageError: The file can't be read, or has another format.
@@ -165,21 +145,18 @@ def read_document(path: Path, wanted: str, command: str) -> dict[str, Any]:
         document = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UsageError(f"can't read {path}: {error}") from None
-    found = document.get("format") if isinstance(document, dict) else None
-    if found != wanted:
+    found = document.pop("format", None) if isinstance(document, dict) else None
+    if found != FORMATS[algorithms]:
+        command = f"phalanx bench {'--algorithms ' * algorithms}--output"
         raise UsageError(
-            f"{path} has the format {found!r}, expected {wanted!r}: measure again with {command}"
+            f"{path} has the format {found!r}, expected {FORMATS[algorithms]!r}: measure again "
+            f"with {command}"
         )
-    del document["format"], document["unit"]
-    return dict(document)
+    del document["unit"]
+    return [_parse(entry) for entry in (document["reports"] if algorithms else [document])]
 
 
-def parse_report(document: dict[str, Any]) -> Report:
-    """Create a report from its JSON object."""
-    results = [_parse_result(entry) for entry in document.pop("results")]
-    return Report(**document, results=results)
-
-
-def _parse_result(entry: dict[str, Any]) -> Result:
-    timings = {name: Timing(**timing) for name, timing in entry.pop("timings").items()}
-    return Result(**entry, timings=timings)
+def _parse(report: dict[str, Any]) -> Report:
+    for result in report["results"]:
+        result["timings"] = {name: Timing(**each) for name, each in result["timings"].items()}
+    return Report(**{**report, "results": [Result(**result) for result in report["results"]]})

@@ -15,8 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.bench.operations import OPERATIONS
-from phalanx.bench.plan import format_size
+from phalanx.bench.operations import ALGORITHMS, OPERATIONS
+from phalanx.bench.plan import Variant, format_size
+from phalanx.bench.systems import MPI
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +26,16 @@ if TYPE_CHECKING:
     from phalanx.bench.plan import Plan
     from phalanx.bench.results import Report, Result, Timing
 
-__all__ = ["Display", "format_microseconds", "format_timing", "row"]
+__all__ = ["SHORT_NAMES", "AlgorithmsDisplay", "Display", "fastest_algorithm", "header", "row"]
+
+SHORT_NAMES = {
+    "": "own",
+    "ring_all_reduce_simple": "ring, simple",
+    "ring_all_reduce": "ring",
+    "halving_doubling_all_reduce": "halving",
+    "tree_all_reduce": "tree",
+}
+"""Short names of the algorithms."""
 
 # Columns of a terminal from which the spread is shown beside the median rather than below it.
 _WIDE = 100
@@ -34,27 +44,27 @@ _HEADINGS = {"phalanx-shared": "shared"}
 _ABSENT = "-"
 
 
-def format_microseconds(seconds: float) -> str:
+def _format_microseconds(seconds: float) -> str:
     """Format a time in microseconds with about three digits."""
     value = seconds * 1e6
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
-def format_timing(value: Timing | None, *, wide: bool = True) -> str:
+def _format_timing(value: Timing | None, *, wide: bool = True) -> str:
     """Format the median and half the interquartile range, in microseconds; "-" for none."""
     if value is None:
         return _ABSENT
-    spread = f"±{format_microseconds((value.high - value.low) / 2)}"
-    return f"{format_microseconds(value.median)}{' ' if wide else chr(10)}{spread}"
+    spread = f"±{_format_microseconds((value.high - value.low) / 2)}"
+    return f"{_format_microseconds(value.median)}{' ' if wide else chr(10)}{spread}"
 
 
 def row(result: Result, systems: list[str], *, wide: bool = True) -> list[str]:
     """Return the cells of a result: size, every system, both ratios, and fraction of the limit."""
     cells = [format_size(result.size) if result.size else _ABSENT]
-    cells += [format_timing(result.timings.get(name), wide=wide) for name in systems]
+    cells += [_format_timing(result.timings.get(name), wide=wide) for name in systems]
     cells += [
         _format_ratio(result.speedup("phalanx", ["gloo"])),
-        _format_ratio(result.speedup_over_mpi("phalanx")),
+        _format_ratio(result.speedup("phalanx", MPI)),
     ]
     return [*cells, _format_limit(result, systems)]
 
@@ -65,7 +75,7 @@ def header(systems: list[str]) -> list[str]:
 
 
 class Display:
-    """A display of a run on the terminal; a context manager, and the listener of `measure`."""
+    """A display of a run on the terminal; a context manager that `measure` informs."""
 
     legend = (
         "the systems take turns\n"
@@ -190,6 +200,50 @@ class Display:
 
     def _print(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=not self._console.is_terminal)
+
+
+class AlgorithmsDisplay(Display):
+    """A display of a run of `--algorithms`, for one world size.
+
+    Shows a line for each size and system, and a column for each algorithm.
+    """
+
+    legend = (
+        "all take turns\n"
+        "own: the backend's all_reduce; the others are those of phalanx.parallel, by messages\n"
+        "fastest: the fastest of the latter on that system"
+    )
+
+    def header(self) -> list[str]:
+        """Return the headings of the columns."""
+        return ["size", "system", *SHORT_NAMES.values(), "fastest"]
+
+    def widths(self) -> list[int]:
+        """Return the widths of the columns for output without a terminal."""
+        return [8, 14, *(13 for _ in SHORT_NAMES), 12]
+
+    def rows(self, result: Result, *, wide: bool) -> list[list[str]]:
+        """Return a line for each system that has timings."""
+        lines = []
+        for system in self._systems:
+            labels = [Variant(system, name).label for name in ("", *ALGORITHMS)]
+            timings = [result.timings.get(label) for label in labels]
+            if any(timings):
+                cells = [_format_timing(each, wide=wide) for each in timings]
+                best = SHORT_NAMES[fastest_algorithm(result, system) or ""]
+                lines.append([format_size(result.size), system, *cells, best])
+        return lines
+
+
+def fastest_algorithm(result: Result, system: str) -> str | None:
+    """Return the algorithm with the lowest median on a system; None if there is no timing."""
+    labels = {Variant(system, name).label: name for name in ALGORITHMS}
+    medians = {
+        name: result.timings[label].median
+        for label, name in labels.items()
+        if label in result.timings
+    }
+    return min(medians, key=medians.__getitem__) if medians else None
 
 
 def _format_note(text: str) -> Text:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from phalanx.bench.messages import PrepareCommand, TurnCommand
 
-__all__ = ["System", "TimedOperation", "UnsupportedError"]
+__all__ = ["System", "TimedOperation", "UnsupportedError", "ping_pong"]
 
 # A byte that occurs in no element that `make_input` returns, so that unwritten output is detected.
 _POISON = 0xA5
@@ -121,7 +121,7 @@ class TimedOperation:
         dtype, (source, target) = self._command.dtype, self._views[0]
         target.view(np.uint8).fill(_POISON)
         reads = self._operation.read_count(rank, ranks, count)
-        source[:reads] = encode(make_input(seed, rank, reads), dtype)
+        source[:reads] = encode(make_input(seed, rank, ranks, reads), dtype)
         self._system.barrier()
         self._calls[algorithm][0]()
         expected = expected_output(self._operation, seed, rank, ranks, count)
@@ -156,3 +156,26 @@ class TimedOperation:
         for algorithm, calls in self._calls.items():
             operation = algorithm or self._command.operation
             calls.append(system.bind(operation, source, target, dtype))
+
+
+def ping_pong(
+    rank: int,
+    send: Callable[[Any, int], object],
+    recv: Callable[[Any, int], object],
+    source: Any,
+    target: Any,
+) -> Callable[[], object]:
+    """Return the part of a rank in a ping-pong between ranks 0 and 1; other ranks do nothing."""
+
+    def ping() -> None:
+        send(source, 1)
+        recv(target, 1)
+
+    def pong() -> None:
+        recv(target, 0)
+        send(source, 0)
+
+    def do_nothing() -> None:
+        pass
+
+    return (ping, pong)[rank] if rank < 2 else do_nothing

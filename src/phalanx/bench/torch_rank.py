@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx._autoload import register
-from phalanx.bench.timed_operation import UnsupportedError
+from phalanx.bench.timed_operation import ping_pong
 from phalanx.parallel.algorithms import ALGORITHMS
 from phalanx.torch_versions import all_gather_single, reduce_scatter_single
 
@@ -42,9 +42,7 @@ class TorchSystem:
             if backend == "phalanx"
             else f"torch {torch.__version__}"
         )
-        self._empty: Callable[..., torch.Tensor] = torch.empty
-        if shared:
-            self._empty = _empty_shared()
+        self._empty: Callable[..., torch.Tensor] = phalanx.empty_shared if shared else torch.empty
         register()  # does nothing if torch has loaded the backend already
         dist.init_process_group(
             backend,
@@ -71,26 +69,24 @@ class TorchSystem:
         """Return the call of `torch.distributed` or of an algorithm on these buffers."""
         if operation in ALGORITHMS:
             return partial(ALGORITHMS[operation], target)
-        root = self.rank == 0
-        calls: dict[str, Callable[[], Callable[[], object]]] = {
-            "all_reduce": lambda: partial(dist.all_reduce, target),
-            "reduce": lambda: partial(dist.reduce, target, 0),
-            "broadcast": lambda: partial(dist.broadcast, target, 0),
-            "gather": lambda: partial(
-                dist.gather, source, self._parts(target) if root else None, 0
+        root, parts = self.rank == 0, target.chunk(self.ranks)
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": partial(dist.all_reduce, target),
+            "reduce": partial(dist.reduce, target, 0),
+            "broadcast": partial(dist.broadcast, target, 0),
+            "gather": partial(dist.gather, source, list(parts) if root else None, 0),
+            "scatter": partial(
+                dist.scatter, target, list(source.chunk(self.ranks)) if root else None, 0
             ),
-            "scatter": lambda: partial(
-                dist.scatter, target, self._parts(source) if root else None, 0
-            ),
-            "all_gather": lambda: partial(dist.all_gather, self._parts(target), source),
-            "all_gather_into_tensor": lambda: partial(all_gather_single, target, source),
-            "reduce_scatter": lambda: partial(reduce_scatter_single, target, source),
-            "all_to_all": lambda: partial(dist.all_to_all_single, target, source),
-            "send_recv": lambda: self._ping_pong(source, target),
-            "isend_irecv": lambda: self._exchange(source, target),
-            "barrier": lambda: dist.barrier,
+            "all_gather": partial(dist.all_gather, list(parts), source),
+            "all_gather_into_tensor": partial(all_gather_single, target, source),
+            "reduce_scatter": partial(reduce_scatter_single, target, source),
+            "all_to_all": partial(dist.all_to_all_single, target, source),
+            "send_recv": ping_pong(self.rank, dist.send, dist.recv, source, target),
+            "isend_irecv": self._exchange(source, target),
+            "barrier": dist.barrier,
         }
-        return calls[operation]()
+        return calls[operation]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -99,20 +95,6 @@ class TorchSystem:
     def close(self) -> None:
         """Leave the group."""
         dist.destroy_process_group()
-
-    def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return list(tensor.chunk(self.ranks))
-
-    def _ping_pong(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
-        def ping() -> None:
-            dist.send(source, 1)
-            dist.recv(target, 1)
-
-        def pong() -> None:
-            dist.recv(target, 0)
-            dist.send(source, 0)
-
-        return (ping, pong)[self.rank] if self.rank < 2 else _do_nothing
 
     def _exchange(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
         next_rank, previous_rank = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
@@ -124,14 +106,3 @@ class TorchSystem:
                     work.wait()
 
         return exchange
-
-
-def _do_nothing() -> None:
-    """Do nothing, on a rank that takes no part in an operation."""
-
-
-def _empty_shared() -> Callable[..., torch.Tensor]:
-    function: Callable[..., torch.Tensor] | None = getattr(phalanx, "empty_shared", None)
-    if function is None:
-        raise UnsupportedError(f"Phalanx {phalanx.__version__} has no phalanx.empty_shared")
-    return function

@@ -1,5 +1,6 @@
 """`phalanx bench`: measure collectives and messages against Gloo, MPI and the memory bandwidth."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -112,6 +113,7 @@ def command(
     ] = None,
 ) -> None:
     """Run the measurement and show a row for each size when it is complete."""
+    from phalanx.bench import results
     from phalanx.bench.plot import check_plot
     from phalanx.errors import UsageError
 
@@ -120,7 +122,7 @@ def command(
             raise UsageError(
                 "--from plots stored results: give the file of the plot with --plot FILE.png"
             )
-        _plot_stored(stored, plot, algorithms)
+        _plot(results.read(stored, algorithms=algorithms), plot, algorithms)
         return
     plans = make_plans(op, sizes, nprocs, dtype, systems, rounds, timeout, algorithms=algorithms)
     for path in (output, plot):
@@ -130,51 +132,22 @@ def command(
         check_plot(plot)
     reports = [_measure(plan, as_json) for plan in plans]
     if as_json:
-        _print_json(reports, algorithms)
-    _save(reports, output, plot, algorithms)
+        print(json.dumps(results.as_json(reports, algorithms=algorithms), indent=1))
+    if output is not None:
+        results.write(reports, output, algorithms=algorithms)
+    if plot is not None:
+        _plot(reports, plot, algorithms)
     if any(report.wrong for report in reports):
         raise typer.Exit(1)
 
 
-def _plot_stored(stored: Path, path: Path, algorithms: bool) -> None:
+def _plot(reports: "list[Report]", path: Path, algorithms: bool) -> None:
+    from phalanx.bench.plot import plot, plot_algorithms
+
     if algorithms:
-        from phalanx.bench import algorithm_reports
-
-        algorithm_reports.plot(algorithm_reports.read(stored), path)
+        plot_algorithms(reports, path)
     else:
-        from phalanx.bench import results
-        from phalanx.bench.plot import plot as plot_results
-
-        plot_results(results.read(stored), path)
-
-
-def _print_json(reports: "list[Report]", algorithms: bool) -> None:
-    """Print the reports in the format of the file that `--output` writes."""
-    import json
-
-    from phalanx.bench import algorithm_reports, results
-
-    document = algorithm_reports.as_json(reports) if algorithms else results.as_json(reports[0])
-    print(json.dumps(document, indent=1))
-
-
-def _save(
-    reports: "list[Report]", output: Path | None, plot: Path | None, algorithms: bool
-) -> None:
-    """Store and plot the reports."""
-    from phalanx.bench import algorithm_reports, results
-    from phalanx.bench.plot import plot as plot_results
-
-    if output is not None:
-        if algorithms:
-            algorithm_reports.write(reports, output)
-        else:
-            results.write(reports[0], output)
-    if plot is not None:
-        if algorithms:
-            algorithm_reports.plot(reports, plot)
-        else:
-            plot_results(reports[0], plot)
+        plot(reports[0], path)
 
 
 def make_plans(
@@ -225,9 +198,8 @@ def make_plans(
 def _measure(plan: "Plan", as_json: bool) -> "Report":
     from rich.console import Console
 
-    from phalanx.bench.algorithm_reports import AlgorithmsDisplay
     from phalanx.bench.measurement import measure
-    from phalanx.bench.table import Display
+    from phalanx.bench.table import AlgorithmsDisplay, Display
 
     console = Console(highlight=False, stderr=as_json)
     with (AlgorithmsDisplay if plan.algorithms else Display)(plan, console) as display:

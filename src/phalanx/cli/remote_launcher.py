@@ -18,7 +18,8 @@ from typing import Any
 
 from phalanx import __version__
 from phalanx.launcher.failures import STOPPED
-from phalanx.launcher.ssh.protocol import HEARTBEAT_TIMEOUT, LineSplitter, pack, unpack
+from phalanx.launcher.ssh.protocol import HEARTBEAT_TIMEOUT, pack, unpack
+from phalanx.system.ssh import LineSplitter
 
 __all__ = ["main"]
 

@@ -2,7 +2,7 @@
 
 - `finding`: the result of a check: a level, a sentence, and advice.
 - `environment`, `machine`, `kernel`, `network`, `software`: checks of one or two areas each, which
-  change nothing. `checks` calls them all.
+  change nothing. `run_checks` calls them all.
 - `peers`: probes of every pair of hosts: reachability, latency and bandwidth.
 - `report` prints the findings and the network for people, and formats them for programs.
 
@@ -10,7 +10,25 @@ A check tries the calls that Phalanx makes rather than comparing version numbers
 segment, opens the memory of another process and loads the MPI library.
 """
 
-from phalanx.doctor.checks import run_checks
+from phalanx.doctor import software
 from phalanx.doctor.finding import Finding
 
 __all__ = ["Finding", "run_checks"]
+
+
+def run_checks() -> list[Finding]:
+    """Run all checks of this machine in this process; takes some seconds and changes nothing."""
+    found = software.check_versions()
+    if any(finding.level == "problem" for finding in found):
+        return found  # the other checks need torch.distributed and the core
+    from phalanx.doctor import environment, kernel, machine, network
+
+    return [
+        *found,
+        *environment.check(),
+        *machine.check_resources(),
+        *kernel.check(),
+        *network.check(),
+        *software.check_libraries(),
+        *machine.check_gpus(),
+    ]

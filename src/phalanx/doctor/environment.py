@@ -46,10 +46,7 @@ def _malformed() -> list[Finding]:
         try:
             read()
         except ValueError as error:
-            message, _, advice = str(error).partition(": ")
-            found.append(
-                _finding.problem(read.__name__, message, f"{advice[:1].upper()}{advice[1:]}.")
-            )
+            found.append(_finding.problem_from(read.__name__, error))
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         found.append(
             _finding.note(
@@ -75,11 +72,7 @@ def _choices() -> list[Finding]:
         try:
             transports.check_name(env.transport())
         except UsageError as error:
-            message, _, advice = str(error).partition(": ")
-            advice = f"{advice[:1].upper()}{advice[1:]}."
-            found.append(
-                _finding.problem("PHALANX_TRANSPORT", f"PHALANX_TRANSPORT: {message}", advice)
-            )
+            found.append(_finding.problem_from("PHALANX_TRANSPORT", error, "PHALANX_TRANSPORT: "))
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,15 +33,6 @@ class Finding:
     advice: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the finding as a JSON object."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def parse(cls, found: Mapping[str, Any]) -> Finding:
-        """Create a finding from the result of `as_json`, perhaps of another host."""
-        return cls(**found)
-
 
 @dataclass(frozen=True)
 class FindingFactory:
@@ -61,3 +51,8 @@ class FindingFactory:
     def problem(self, name: str, message: str, advice: str, /, **values: Any) -> Finding:
         """Create a finding that the subject does not work."""
         return Finding(self.area, name, "problem", message, advice, values)
+
+    def problem_from(self, name: str, error: Exception, prefix: str = "") -> Finding:
+        """Create a finding from an error whose message is a description, a colon and advice."""
+        message, _, advice = str(error).partition(": ")
+        return self.problem(name, f"{prefix}{message}", f"{advice[:1].upper()}{advice[1:]}.")

@@ -10,6 +10,7 @@ import select
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from phalanx import _native
 from phalanx.doctor.finding import Finding, FindingFactory
@@ -125,20 +126,17 @@ def _exchange_with_child(fd: int) -> tuple[str, str]:
     Returns:
         The results of the child and of this process: "yes", or the reason of the failure.
     """
-    read_end, write_end = os.pipe()
     arguments = [str(os.getpid()), str(fd), _CONTENT.decode()]
     command = [sys.executable, "-I", "-S", "-c", _CHILD_SCRIPT, *arguments]
-    with os.fdopen(read_end) as reader:
-        with os.fdopen(write_end, "w") as output:
-            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output)
-        with child:
-            try:
-                if not select.select([reader], [], [], _CHILD_SECONDS)[0]:
-                    raise subprocess.TimeoutExpired(command[0], _CHILD_SECONDS)
-                number, _, child_result = reader.readline().strip().partition(" ")
-                return child_result, _open_child_memory(child.pid, number)
-            finally:
-                child.kill()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        output: Any = child.stdout
+        try:
+            if not select.select([output], [], [], _CHILD_SECONDS)[0]:
+                raise subprocess.TimeoutExpired(command[0], _CHILD_SECONDS)
+            number, _, child_result = output.readline().decode().strip().partition(" ")
+            return child_result, _open_child_memory(child.pid, number)
+        finally:
+            child.kill()
 
 
 def _open_child_memory(pid: int, number: str) -> str:

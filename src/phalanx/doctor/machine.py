@@ -128,16 +128,12 @@ def _records() -> Finding:
         return _machine.problem("records", f"{folder}: {error.strerror}", advice)
     values = {"path": base, "free": free, "jobs": len(jobs)}
     message = f"job records are in {base}, with {free / _GIB:.1f} GiB free"
-    if free < _MIN_FREE_DISK or not os.access(folder, os.W_OK):
-        message = (
-            message
-            if free < _MIN_FREE_DISK
-            else f"the directory for job records, {base}, is not writable"
-        )
-        return _machine.problem(
-            "records", message, "Choose another directory with PHALANX_JOBS_DIR.", **values
-        )
-    return _machine.ok("records", message, **values)
+    if free >= _MIN_FREE_DISK and os.access(folder, os.W_OK):
+        return _machine.ok("records", message, **values)
+    if free >= _MIN_FREE_DISK:
+        message = f"the directory for job records, {base}, is not writable"
+    advice = "Choose another directory with PHALANX_JOBS_DIR."
+    return _machine.problem("records", message, advice, **values)
 
 
 def check_gpus() -> list[Finding]:

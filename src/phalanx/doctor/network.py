@@ -9,9 +9,9 @@ import socket
 import psutil
 
 from phalanx import env
+from phalanx.address import local_address
 from phalanx.doctor.finding import Finding, FindingFactory
 from phalanx.errors import UsageError
-from phalanx.topology import local_address
 
 __all__ = ["check", "listening_address"]
 
@@ -68,8 +68,7 @@ def _address() -> Finding:
     try:
         address = listening_address(master)
     except UsageError as error:
-        message, _, advice = str(error).partition(": ")
-        return _finding.problem("address", message, f"{advice[:1].upper()}{advice[1:]}.")
+        return _finding.problem_from("address", error)
     if not address:
         return _finding.note(
             "address",
@@ -98,13 +97,13 @@ def _host_name() -> Finding:
             address=None,
         )
     message = f"the name of this machine, {name}, resolves to {address}"
+    values = {"name": name, "address": address}
     if ipaddress.ip_address(address).is_loopback:
         return _finding.note(
             "host_name",
             message,
             "No action is needed for one machine. If it is host 0 of several, pass an address that "
             "the others can reach as --master-addr, not this name.",
-            name=name,
-            address=address,
+            **values,
         )
-    return _finding.ok("host_name", message, name=name, address=address)
+    return _finding.ok("host_name", message, **values)

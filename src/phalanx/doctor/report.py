@@ -6,13 +6,13 @@ docs/doctor.md describes the JSON schema.
 from __future__ import annotations
 
 import socket
+from dataclasses import asdict
 from importlib import metadata
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from phalanx.doctor.peers.links import format_bandwidth, format_latency
 from phalanx.observe.escape import escape
-from phalanx.topology.layout import format_rank_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +50,7 @@ def as_json(findings: Sequence[Finding], network: Network | None) -> dict[str, A
         "phalanx": metadata.version("phalanx"),
         "host": socket.gethostname(),
         "fit": is_fit(findings),
-        "findings": [finding.as_json() for finding in findings],
+        "findings": [asdict(finding) for finding in findings],
         "network": network.as_json() if network else None,
     }
 
@@ -123,6 +123,8 @@ def print_matrix(network: Network, console: Console) -> None:
 def _format_host(host: Host) -> str:
     if not host.ranks:
         return escape(host.name)
+    from phalanx.topology.layout import format_rank_ranges  # needs the core
+
     noun = "ranks" if len(host.ranks) > 1 else "rank"
     return f"{escape(host.name)} ({noun} {format_rank_ranges(host.ranks)})"
 

@@ -49,6 +49,7 @@ from phalanx.launcher.output_forwarder import Exit, OutputForwarder, Sink
 from phalanx.launcher.rank_environment import rank_defaults
 from phalanx.launcher.rendezvous import HostRendezvous, open_rendezvous
 from phalanx.observe.launcher_log_writer import LauncherLogWriter
+from phalanx.system.processes import signal_group
 from phalanx.torch_versions import shutdown_timeout
 
 __all__ = ["HostOutcome", "run"]
@@ -394,8 +395,7 @@ class _Agent(LocalElasticAgent):
         for failure in failures:
             # Kill the children that a dead rank has left behind. The rank has not been reaped, so
             # its pid has not been reused.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(failure.pid, signal.SIGKILL)
+            signal_group(failure.pid, signal.SIGKILL)
         self._shutdown(**self._shutdown_options)
 
 

@@ -6,7 +6,6 @@ runs `phalanx.launcher.worker`.
 
 from __future__ import annotations
 
-import contextlib
 import linecache
 import operator
 import os
@@ -31,6 +30,7 @@ from phalanx.launcher.rank_environment import rank_defaults, rank_variables
 from phalanx.launcher.store import host_store
 from phalanx.launcher.worker import InterpreterState, RankOutcome
 from phalanx.observe.launcher_log_writer import LauncherLogWriter
+from phalanx.system.processes import ChildProcess, signal_group
 
 __all__ = ["launch"]
 
@@ -272,7 +272,7 @@ def _load_result(rank: int, outcome: RankOutcome | None) -> Any:
 
 @dataclass
 class _RankProcess:
-    process: subprocess.Popen[bytes]
+    process: ChildProcess
     result: int
     """A memory file: it holds a result of any size, and the writer needs no concurrent reader."""
 
@@ -333,15 +333,12 @@ class RankProcesses:
         rank = len(self._ranks)
         result = os.memfd_create(f"phalanx-result-{rank}", os.MFD_CLOEXEC)
         try:
-            process = subprocess.Popen(
+            process = ChildProcess(
                 self._command(result),
                 env=environ,
-                stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=(self._payload, result),
-                # Ctrl-C must reach only the caller, which stops the ranks and their children.
-                start_new_session=True,
             )
         except OSError:
             os.close(result)
@@ -431,18 +428,13 @@ class RankProcesses:
         if self._alive():
             self._stop_time = min(self._stop_time, now)
         for rank in self._alive():
-            self._signal(rank, number)
+            signal_group(self._ranks[rank].process.pid, number)
         while self._alive() and time.monotonic() < now + timeout:
             self._forwarder.step(_POLL_SECONDS)
 
-    def _signal(self, rank: int, number: signal.Signals) -> None:
-        # The rank has not been reaped, so its pid cannot belong to another process group.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._ranks[rank].process.pid, number)
-
     def _reap(self) -> None:
         for rank, entry in enumerate(self._ranks):
-            self._signal(rank, signal.SIGKILL)  # processes that the rank has left behind
+            signal_group(entry.process.pid, signal.SIGKILL)  # the rank may have left processes
             if rank in self._forwarder.exits():
                 entry.process.wait()
         self._forwarder.close()

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from phalanx import env
 from phalanx.system.host_identity import boot_id, namespace_id
+from phalanx.system.polling import wait_until
 
 __all__ = [
     "CALL_LOG_VERSION",
@@ -169,9 +170,7 @@ class JobDirectory:
         Raises:
             UnusableFileError: The directory has been removed, or is being removed.
         """
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while not (held := self._lock(fcntl.LOCK_SH)) and time.monotonic() < deadline:
-            time.sleep(0.001)
+        held = wait_until(lambda: self._lock(fcntl.LOCK_SH), _LOCK_SECONDS, longest=0.001)
         if not held or not self._is_linked():
             raise UnusableFileError(f"{self.path} has just been removed")
 

@@ -27,9 +27,8 @@ from torch.distributed import (  # type: ignore[attr-defined] # exported at run 
 from phalanx import env, key
 from phalanx.address import local_address
 from phalanx.errors import ArgumentTypeError, PhalanxError, UsageError
-from phalanx.rpc.shared_memory import receiver
 from phalanx.rpc.transport import local
-from phalanx.system.host_identity import boot_id, namespace_id
+from phalanx.system.host_identity import has_content, host_identity
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -124,8 +123,8 @@ class WorkerRecord:
         """Return whether this process and the worker can share memory, or could while it lived."""
         if self.machine != own.machine:
             return False
-        nonce = bytes.fromhex(self.nonce)
-        return receiver.can_map(self.pid, self.fd, nonce) or _has_ended(self.pid)
+        is_proved = has_content(self.pid, self.fd, bytes.fromhex(self.nonce))
+        return is_proved or _has_ended(self.pid)
 
 
 def make_record(name: object, shm_sender: ShmSender) -> WorkerRecord:
@@ -139,7 +138,7 @@ def make_record(name: object, shm_sender: ShmSender) -> WorkerRecord:
         check_name(name),
         os.getpid(),
         socket.gethostname(),
-        _machine(),
+        f"{host_identity('pid', 'net')} {env.host_id()}",
         f"phalanx-rpc-{secrets.token_hex(16)}",
         shm_sender.probe,
         shm_sender.nonce.hex(),
@@ -285,10 +284,6 @@ def _has_ended(pid: int) -> bool:
         return local.is_readable(process, _EXIT_MILLISECONDS)
     finally:
         os.close(process)
-
-
-def _machine() -> str:
-    return f"{boot_id()} {namespace_id('pid')} {namespace_id('net')} {env.host_id()}"
 
 
 def _main_digest() -> str:

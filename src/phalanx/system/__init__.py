@@ -1,6 +1,12 @@
-"""Small operating system utilities that every layer may use.
+"""Operating system utilities that every layer may use.
 
-`authentication` is a handshake of two processes that share a key, `curve` secures ZeroMQ sockets,
-`host_identity` identifies the host and the namespaces of a process, `polling` repeats attempts with
-growing pauses, and `signals` names signals. Nothing here imports a layer above `errors` and `env`.
+- `authentication`: a handshake of two processes that share a key.
+- `curve`: ZeroMQ sockets that such processes secure with CURVE.
+- `processes`: child processes, process groups, and pidfds of any processes.
+- `ssh`: programs on other hosts, connected through ssh.
+- `host_identity`: the host and the namespaces of a process, and the proof that two share memory.
+- `polling`: attempts with growing pauses.
+- `signals`: names of signals.
+
+Nothing here imports a layer above `errors` and `env`.
 """

@@ -11,9 +11,9 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-__all__ = ["attempts"]
+__all__ = ["attempts", "wait_until"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 
@@ -33,3 +33,11 @@ def attempts(end: float = math.inf, *, longest: float = _LONGEST_PAUSE) -> Itera
             return
         time.sleep(min(pause, max(0.0, end - time.monotonic())))
         pause = min(2 * pause, longest)
+
+
+def wait_until(
+    condition: Callable[[], object], seconds: float, *, longest: float = _LONGEST_PAUSE
+) -> bool:
+    """Poll a condition until it is true; return False if it is not within `seconds`."""
+    end = time.monotonic() + seconds
+    return any(condition() for _ in attempts(end, longest=longest))

@@ -1,10 +1,10 @@
 """Faults, and their injection in the process of the rank that suffers them.
 
-A fault is a plain value: an action that a given rank suffers at a given operation. It is injected
-by a subclass of the process group that counts operations. The subclass replaces the backend's
-process group while faults are enabled. A process without faults therefore runs none of this code.
-In a process with faults, they apply to operations of every caller: the user's code, DDP's reducer
-and functional collectives, which call the same methods from C++.
+A fault is a plain value: an action that a given rank suffers at a given operation. While faults are
+enabled, three methods of each new group of the backend, which every operation passes, are wrapped
+by functions that count operations. A process without faults runs none of this code. In a process
+with faults, they apply to operations of every caller: the user's code, DDP's reducer and functional
+collectives, which call the same methods from C++.
 """
 
 from __future__ import annotations
@@ -74,8 +74,6 @@ _OTHER_NAMES = {
     "reduce_scatter_tensor": "reduce_scatter_single",
 }
 
-_OriginalProcessGroup = process_group.ProcessGroup
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -102,6 +100,12 @@ class Fault:
     action: Callable[[], object] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.operation, str):
+            raise UsageError(
+                f"operation is {self.operation!r}, expected a name such as 'all_reduce'"
+            )
+        known_name = _OTHER_NAMES.get(self.operation, self.operation)
+        object.__setattr__(self, "operation", known_name)
         _check_number(f"{self}: rank", self.rank, 0)
         _check_number(f"{self}: nth", self.nth, 1)
         if self.operation and self.operation not in OPERATIONS:
@@ -143,9 +147,7 @@ def kill(
             f"kill: sig is {sig!r}, expected a signal such as signal.SIGTERM"
         ) from None
     action = partial(_signal, number)
-    return Fault(
-        "kill", rank, nth, _canonical_name(operation), after, f"sig={number.name}", action=action
-    )
+    return Fault("kill", rank, nth, operation, after, f"sig={number.name}", action=action)
 
 
 def crash(rank: int, nth: int, operation: str = "", *, code: int = 1, after: float = 0.0) -> Fault:
@@ -160,9 +162,7 @@ def crash(rank: int, nth: int, operation: str = "", *, code: int = 1, after: flo
     """
     _check_number("crash: code", code, 0, 255)
     action = partial(os._exit, code)
-    return Fault(
-        "crash", rank, nth, _canonical_name(operation), after, f"code={code}", action=action
-    )
+    return Fault("crash", rank, nth, operation, after, f"code={code}", action=action)
 
 
 def fail(rank: int, nth: int, operation: str = "", *, error: BaseException | None = None) -> Fault:
@@ -185,9 +185,7 @@ def fail(rank: int, nth: int, operation: str = "", *, error: BaseException | Non
     if not isinstance(error, BaseException):
         raise UsageError(f"fail: error is {error!r}, expected an exception such as MemoryError()")
     action = partial(_raise, error)
-    return Fault(
-        "fail", rank, nth, _canonical_name(operation), detail=f"error={error!r}", action=action
-    )
+    return Fault("fail", rank, nth, operation, detail=f"error={error!r}", action=action)
 
 
 def stop(
@@ -211,9 +209,7 @@ def stop(
     if seconds is not None:
         _check_seconds("stop: seconds", seconds)
     action = partial(_signal, signal.SIGSTOP)
-    return Fault(
-        "stop", rank, nth, _canonical_name(operation), after, f"seconds={seconds}", seconds, action
-    )
+    return Fault("stop", rank, nth, operation, after, f"seconds={seconds}", seconds, action)
 
 
 def delay(rank: int, nth: int, operation: str = "", *, seconds: float) -> Fault:
@@ -228,9 +224,7 @@ def delay(rank: int, nth: int, operation: str = "", *, seconds: float) -> Fault:
     """
     _check_seconds("delay: seconds", seconds)
     action = partial(time.sleep, seconds)
-    return Fault(
-        "delay", rank, nth, _canonical_name(operation), detail=f"seconds={seconds:g}", action=action
-    )
+    return Fault("delay", rank, nth, operation, detail=f"seconds={seconds:g}", action=action)
 
 
 def skip(rank: int, nth: int, operation: str = "") -> Fault:
@@ -243,7 +237,7 @@ def skip(rank: int, nth: int, operation: str = "") -> Fault:
         >>> result.errors[0]  # rank 1 ends one operation earlier
         CollectiveMismatch('[rank 0/2 on node-a] all_reduce #5 ...: rank 1 (pid 812) has left ...')
     """
-    return Fault("skip", rank, nth, _canonical_name(operation))
+    return Fault("skip", rank, nth, operation)
 
 
 def enable_faults(
@@ -276,14 +270,16 @@ def enable_faults(
         rank = int(os.environ["RANK"])
     _check_number("enable_faults: rank", rank, 0)
     check_faults(faults, 2**31)
-    _FaultInjectingProcessGroup.plan = _FaultPlan(faults, rank, record)
-    process_group.ProcessGroup = _FaultInjectingProcessGroup  # type: ignore[misc]
+    global _plan  # noqa: PLW0603 - a process is one rank
+    _plan = _FaultPlan(faults, rank, record)
+    process_group.on_create = _wrap_operations
 
 
 def disable_faults() -> None:
-    """Discard all faults; groups formed from now on are of the backend's own class."""
-    _FaultInjectingProcessGroup.plan = None
-    process_group.ProcessGroup = _OriginalProcessGroup  # type: ignore[misc]
+    """Discard all faults; groups formed from now on are those of the backend, unchanged."""
+    global _plan  # noqa: PLW0603
+    _plan = None
+    process_group.on_create = None
 
 
 def check_faults(faults: object, ranks: int) -> None:
@@ -301,12 +297,6 @@ def check_faults(faults: object, ranks: int) -> None:
             )
         if fault.rank >= ranks:
             raise UsageError(f"{fault}: rank {fault.rank}, expected 0 to {ranks - 1}")
-
-
-def _canonical_name(operation: str) -> str:
-    if not isinstance(operation, str):
-        raise UsageError(f"operation is {operation!r}, expected a name such as 'all_reduce'")
-    return _OTHER_NAMES.get(operation, operation)
 
 
 def _check_number(name: str, number: object, least: int, most: float = float("inf")) -> None:
@@ -380,28 +370,34 @@ class _FaultPlan:
             os.write(self._record, f"{line}\n".encode())
 
 
-class _FaultInjectingProcessGroup(_OriginalProcessGroup):
-    """A process group that injects faults into operations.
+_plan: _FaultPlan | None = None
 
-    Every operation passes exactly one of the overridden methods, with its arguments checked.
-    """
 
-    plan: _FaultPlan | None = None
+def _wrap_operations(group: process_group.ProcessGroup) -> None:
+    """Wrap three methods of a group; each operation passes one of them, with checked arguments."""
+    run_collective, send, recv = group._run_collective, group._send, group._recv
 
-    def _run_collective(self, name: str, call: Any, *arguments: Any, **options: Any) -> dist.Work:
-        if self.plan is not None and self.plan.inject(name):
-            call = _do_nothing
-        return super()._run_collective(name, call, *arguments, **options)
+    def run_collective_or_skip(name: str, call: Any, *arguments: Any, **options: Any) -> dist.Work:
+        return run_collective(name, _do_nothing if _inject(name) else call, *arguments, **options)
 
-    def _send(self, dst: int, tag: int, blocking: bool, tensors: list[torch.Tensor]) -> dist.Work:
-        if self.plan is not None and self.plan.inject("send"):
+    def send_or_skip(dst: int, tag: int, blocking: bool, tensors: list[torch.Tensor]) -> dist.Work:
+        if _inject("send"):
             return FinishedMessage(tensors, dst)
-        return super()._send(dst, tag, blocking, tensors)
+        return send(dst, tag, blocking, tensors)
 
-    def _recv(self, src: int, tag: int, blocking: bool, tensors: list[torch.Tensor]) -> dist.Work:
-        if self.plan is not None and self.plan.inject("recv"):
+    def recv_or_skip(src: int, tag: int, blocking: bool, tensors: list[torch.Tensor]) -> dist.Work:
+        if _inject("recv"):
             return FinishedMessage(tensors, max(src, 0))
-        return super()._recv(src, tag, blocking, tensors)
+        return recv(src, tag, blocking, tensors)
+
+    group._run_collective = run_collective_or_skip  # type: ignore[method-assign]
+    group._send = send_or_skip  # type: ignore[method-assign]
+    group._recv = recv_or_skip  # type: ignore[method-assign]
+
+
+def _inject(name: str) -> bool:
+    """Inject the faults of an operation; return whether to skip it."""
+    return _plan is not None and _plan.inject(name)
 
 
 def _do_nothing(_timeout: float) -> None:

@@ -9,7 +9,6 @@ how they ended. The server ends when its client is gone; the kernel then kills t
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import importlib
@@ -23,6 +22,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from phalanx.system.processes import signal_group
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -137,9 +138,7 @@ def _import(module: str) -> Exception | None:
 
 def _reap(pid: int) -> int:
     """Kill a rank's process group, wait until the rank has ended, and return its wait status."""
-    # The pid can't be reused before the rank is reaped.
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+    signal_group(pid, signal.SIGKILL)
     return os.waitpid(pid, 0)[1]
 
 

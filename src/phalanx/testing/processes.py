@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
-import select
 import signal
-import subprocess
 import sys
-import time
 import weakref
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import LaunchError
-from phalanx.system.signals import signal_name
+from phalanx.system.processes import ChildProcess, RankPidfds, describe_exit
 from phalanx.testing.fork_server import Outcome, Task
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 __all__ = ["ForkServer", "RankProcesses", "RankResult"]
 
 # Seconds that the server has for an answer; before the first one, it imports torch.
 _TIMEOUT = 60.0
+_CLOSE_SECONDS = 10.0
 _SERVER = (
     "import sys; sys.path[:] = sys.argv[3:]; from phalanx.testing.fork_server import main; main()"
 )
@@ -88,11 +85,7 @@ class RankResult:
 
     def __str__(self) -> str:
         """Return a description of the end, with the traceback or the output of the rank."""
-        ending = f"exited with code {self.code}"
-        if self.code < 0:
-            ending = f"was killed by {signal_name(-self.code)}"
-        if self.hung:
-            ending = "hung and was killed"
+        ending = "hung and was killed" if self.hung else describe_exit(self.code)
         traceback = self.outcome.traceback if self.outcome is not None else ""
         outputs = [traceback] if traceback and not self.hung else [self.stdout, self.stderr]
         head = f"rank {self.rank} (pid {self.pid}) {ending}"
@@ -113,13 +106,10 @@ class ForkServer:
         self._connection, server_end = Pipe()
         path = [entry or os.getcwd() for entry in sys.path]
         arguments = [str(server_end.fileno()), ",".join(modules)]
-        self._process = subprocess.Popen(
+        self._process = ChildProcess(
             [sys.executable, "-c", _SERVER, *arguments, *path],
             pass_fds=[server_end.fileno()],
             env={"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})},
-            stdin=subprocess.DEVNULL,
-            # Ctrl-C reaches only the client, which ends the ranks.
-            start_new_session=True,
         )
         server_end.close()
         self.close = weakref.finalize(self, _close, self._connection, self._process)
@@ -164,57 +154,29 @@ class RankProcesses:
         self.pids = list(pids)
         self._server = server
         self._tasks = list(tasks)
-        self._handles = [os.pidfd_open(pid) for pid in pids]
+        self._pidfds = RankPidfds()
+        for rank, pid in enumerate(pids):
+            self._pidfds.add(rank, pid)
+        self.signal = self._pidfds.signal
+        self.wait = self._pidfds.wait
 
     @property
     def folder(self) -> Path:
         """The folder of the ranks' files."""
         return self._tasks[0].file("outcome").parent
 
-    def signal(self, rank: int, number: int) -> None:
-        """Send a signal to a rank.
-
-        Raises:
-            ProcessLookupError: The rank has been reaped.
-        """
-        signal.pidfd_send_signal(self._handles[rank], number)
-
-    def wait(self, limit: float, ranks: Iterable[int] | None = None) -> list[int]:
-        """Wait until ranks have ended; return those that still run after `limit` seconds."""
-        deadline = time.monotonic() + limit
-        chosen = range(len(self.pids)) if ranks is None else ranks
-        waiting = {rank: self._handles[rank] for rank in chosen}
-        poll = select.poll()
-        for handle in waiting.values():
-            poll.register(handle, select.POLLIN)
-        while waiting:
-            remaining = max(deadline - time.monotonic(), 0)
-            ended = [handle for handle, _ in poll.poll(remaining * 1000)]
-            for handle in ended:
-                poll.unregister(handle)
-            waiting = {rank: handle for rank, handle in waiting.items() if handle not in ended}
-            if not remaining:
-                break
-        return list(waiting)
-
     def kill(self, ranks: Sequence[int]) -> None:
         """Kill ranks that hang, after they have written their threads' stacks to stderr."""
         # Python's faulthandler handles SIGABRT even if no Python code can run.
         for number, limit in ((signal.SIGABRT, 1.0), (signal.SIGKILL, _TIMEOUT)):
-            for rank in ranks:
-                with contextlib.suppress(ProcessLookupError):
-                    self.signal(rank, number)
+            self._pidfds.signal_all(number, ranks)
             self.wait(limit, ranks)
 
     def collect(self, hung: Sequence[int] = ()) -> list[RankResult]:
         """Kill the ranks that still run and return how all of them ended."""
-        for rank in range(len(self.pids)):
-            with contextlib.suppress(ProcessLookupError):
-                self.signal(rank, signal.SIGKILL)
+        self._pidfds.signal_all(signal.SIGKILL)
         statuses = self._server.reap(self.pids)
-        for handle in self._handles:
-            os.close(handle)
-        self._handles.clear()
+        self._pidfds.close()
         return [self._result(rank, status, rank in hung) for rank, status in enumerate(statuses)]
 
     def fault_times(self, rank: int) -> dict[int, float]:
@@ -253,10 +215,6 @@ def _read_text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def _close(connection: Any, process: subprocess.Popen[bytes]) -> None:
+def _close(connection: Any, process: ChildProcess) -> None:
     connection.close()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    process.end(_CLOSE_SECONDS)

@@ -21,6 +21,7 @@ Pair = tuple[torch.Tensor, np.ndarray[Any, Any]]
 # One element, a few, slightly more than one page, and more than the path for small sizes takes.
 SIZES = (1, 7, 1031, 70_001)
 _POISON = float("nan")
+_NOTHING = torch.zeros(0), np.zeros(0)
 
 
 def inputs(count: int, seed: int) -> list[np.ndarray[Any, Any]]:
@@ -37,20 +38,19 @@ def _empty(count: int) -> torch.Tensor:
     return torch.full((count,), _POISON, dtype=torch.float64)
 
 
-def _all_reduce(op: Any, combine: Callable[..., Any], count: int, seed: int) -> Pair:
+def _all_reduce(
+    op: Any, combine: Callable[..., Any], count: int, seed: int, *, async_op: bool = False
+) -> Pair:
     all_inputs = inputs(count, seed)
     tensor = _own_input(all_inputs)
-    dist.all_reduce(tensor, op)
+    _wait(dist.all_reduce(tensor, op, async_op=async_op))
     return tensor, combine(np.stack(all_inputs), axis=0)
 
 
-def _asynchronous(count: int, seed: int) -> Pair:
-    all_inputs = inputs(count, seed)
-    tensor = _own_input(all_inputs)
-    work = dist.all_reduce(tensor, async_op=True)
-    assert work is not None
-    work.wait()
-    return tensor, np.sum(all_inputs, axis=0)
+def _wait(*works: dist.Work | None) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()
 
 
 def _broadcast(count: int, seed: int) -> Pair:
@@ -63,11 +63,9 @@ def _broadcast(count: int, seed: int) -> Pair:
 
 def _reduce(count: int, seed: int) -> Pair:
     all_inputs = inputs(count, seed)
-    tensor = _own_input(all_inputs)
+    tensor, rank = _own_input(all_inputs), dist.get_rank()
     dist.reduce(tensor, 0)
-    return tensor, np.sum(all_inputs, axis=0) if dist.get_rank() == 0 else all_inputs[
-        dist.get_rank()
-    ]
+    return tensor, np.sum(all_inputs, axis=0) if rank == 0 else all_inputs[rank]
 
 
 def _all_gather(count: int, seed: int) -> Pair:
@@ -79,12 +77,9 @@ def _all_gather(count: int, seed: int) -> Pair:
 
 def _gather(count: int, seed: int) -> Pair:
     all_inputs = inputs(count, seed)
-    if dist.get_rank() != 0:
-        dist.gather(_own_input(all_inputs), dst=0)
-        return torch.zeros(0), np.zeros(0)
-    outputs = [_empty(count) for _ in all_inputs]
+    outputs = [_empty(count) for _ in all_inputs] if dist.get_rank() == 0 else None
     dist.gather(_own_input(all_inputs), outputs, dst=0)
-    return torch.cat(outputs), np.concatenate(all_inputs)
+    return (torch.cat(outputs), np.concatenate(all_inputs)) if outputs else _NOTHING
 
 
 def _scatter(count: int, seed: int) -> Pair:
@@ -97,7 +92,7 @@ def _scatter(count: int, seed: int) -> Pair:
 
 def _barrier(_count: int, _seed: int) -> Pair:
     dist.barrier()
-    return torch.zeros(0), np.zeros(0)
+    return _NOTHING
 
 
 def _ring(count: int, seed: int, *, blocking: bool) -> Pair:
@@ -107,10 +102,7 @@ def _ring(count: int, seed: int, *, blocking: bool) -> Pair:
     after, before = (rank + 1) % size, (rank - 1) % size
     output = _empty(count)
     if not blocking:
-        works = [dist.irecv(output, before), dist.isend(_own_input(all_inputs), after)]
-        for work in works:
-            assert work is not None
-            work.wait()
+        _wait(dist.irecv(output, before), dist.isend(_own_input(all_inputs), after))
     elif rank % 2 == 0:
         dist.send(_own_input(all_inputs), after)
         dist.recv(output, before)
@@ -126,7 +118,7 @@ CHECKS: dict[str, Callable[[int, int], Pair]] = {
     "all_reduce MIN": partial(_all_reduce, ReduceOp.MIN, np.min),
     "all_reduce MAX": partial(_all_reduce, ReduceOp.MAX, np.max),
     "all_reduce AVG": partial(_all_reduce, ReduceOp.AVG, np.mean),
-    "all_reduce, asynchronous": _asynchronous,
+    "all_reduce, asynchronous": partial(_all_reduce, ReduceOp.SUM, np.sum, async_op=True),
     "broadcast": _broadcast,
     "reduce": _reduce,
     "all_gather": _all_gather,

@@ -1,9 +1,7 @@
 """The record that a rank publishes of itself, and the proof that two ranks share a host.
 
-The published machine and pid only decide if an attempt is worthwhile: host names, boot ids and
-namespaces can mislead in containers. The proof is that one rank opens a piece of the other's memory
-and finds the nonce that the other has published. Ranks of other hosts reach this rank at
-`own_address`.
+The published machine and pid only decide if an attempt is worthwhile. The proof is that one rank
+opens the other's memory probe. Ranks of other hosts reach this rank at `own_address`.
 """
 
 from __future__ import annotations
@@ -12,9 +10,7 @@ import functools
 import ipaddress
 import json
 import os
-import secrets
 import socket
-import struct
 from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,18 +20,15 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from phalanx import _native, env
 from phalanx.address import local_address
 from phalanx.errors import UsageError
-from phalanx.system.host_identity import boot_id, namespace_id
+from phalanx.system.host_identity import MemoryProbe, host_identity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
 
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 
-__all__ = ["MemoryProbe", "RankRecord", "own_address"]
-
-_NONCE = struct.Struct("<QQ")
+__all__ = ["RankRecord", "own_address"]
 
 
 class RankRecord(NamedTuple):
@@ -67,8 +60,8 @@ class RankRecord(NamedTuple):
             size,
             os.getpid(),
             socket.gethostname(),
-            _machine_id(),
-            f"{boot_id()} {namespace_id('net')}",
+            f"{host_identity('pid')} {env.host_id()}",
+            host_identity("net"),
             probe.descriptor,
             probe.nonce,
             _native.LAYOUT_VERSION,
@@ -94,47 +87,12 @@ class RankRecord(NamedTuple):
 
     def probe_is_accessible(self) -> bool:
         """Return whether this process can open the rank's probe and finds its nonce and pid."""
-        try:
-            descriptor = os.open(f"/proc/{self.pid}/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            content = os.pread(descriptor, _NONCE.size, 0)
-        except OSError:
-            return False
-        finally:
-            os.close(descriptor)
-        return content == _NONCE.pack(self.nonce, self.pid)
-
-
-class MemoryProbe:
-    """A context manager for a piece of memory that only processes of the same host can open."""
-
-    def __init__(self) -> None:
-        self.nonce = secrets.randbits(64)
-        self.descriptor = os.memfd_create("phalanx-probe", os.MFD_CLOEXEC)
-        os.fchmod(self.descriptor, 0o600)
-        os.write(self.descriptor, _NONCE.pack(self.nonce, os.getpid()))
-
-    def __enter__(self) -> MemoryProbe:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        os.close(self.descriptor)
+        return MemoryProbe.is_accessible(self.pid, self.descriptor, self.nonce)
 
 
 @functools.cache
 def _phalanx_version() -> str:
     return metadata.version("phalanx")
-
-
-def _machine_id() -> str:
-    return f"{boot_id()} {namespace_id('pid')} {env.host_id()}"
 
 
 def own_address(store: Store, records: Sequence[RankRecord]) -> str:

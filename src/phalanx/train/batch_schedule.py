@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
-import signal
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +13,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from phalanx.data import GlobalBatchSampler
 from phalanx.errors import UsageError
+from phalanx.launcher.rank_bootstrap import die_with_parent
 from phalanx.train.random_generators import rank_seeds
 
 __all__ = ["BatchSchedule", "MicroBatch", "make_loader"]
-
-_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 @dataclass(frozen=True)
@@ -200,6 +197,6 @@ def _initialize_worker(user_init: Callable[[int], None] | None, number: int) -> 
     # then. Workers therefore leave that group, and the rank terminates them itself. The parent
     # death signal kills them with the rank in any case, even if they are busy.
     os.setpgid(0, 0)
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(os.getppid())
     if user_init is not None:
         user_init(number)

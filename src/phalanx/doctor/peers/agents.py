@@ -18,11 +18,12 @@ import socket
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import asdict
 from subprocess import SubprocessError
 from typing import TYPE_CHECKING, Any
 
 from phalanx import env
-from phalanx.doctor.checks import run_checks
+from phalanx.doctor import run_checks
 from phalanx.doctor.peers.probes import ProbeServer, UnreachableError, measure, measure_memory
 from phalanx.errors import PhalanxError, UsageError
 
@@ -82,10 +83,9 @@ class Worker:
         return measure_memory(command["peer"], first=command["first"])._asdict()
 
     def _open(self, token: bytes) -> dict[str, Any]:
-        findings = [finding.as_json() for finding in run_checks()]
         description: dict[str, Any] = {
             "name": env.host_id() or socket.gethostname(),
-            "findings": findings,
+            "findings": [asdict(finding) for finding in run_checks()],
         }
         address = self._address()
         if not address:

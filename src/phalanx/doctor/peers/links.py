@@ -114,15 +114,11 @@ class Network:
 
     def as_json(self) -> dict[str, Any]:
         """Return hosts and links as a JSON object; docs/doctor.md describes the schema."""
-        hosts = []
-        for host in self.hosts:
-            found = [finding.as_json() for finding in host.findings]
-            hosts.append({**dataclasses.asdict(host), "findings": found})
         links = [
             {**dataclasses.asdict(link), "slow": self.is_slow(link), "late": self.is_late(link)}
             for link in self.links
         ]
-        return {"hosts": hosts, "links": links}
+        return {"hosts": [dataclasses.asdict(host) for host in self.hosts], "links": links}
 
     def _network_values(self, attribute: str) -> Iterator[float]:
         for link in self.links:
@@ -262,14 +258,11 @@ def measure_network(
         [(leader, {"do": "open", "token": token}) for leader in leaders], _OPEN_SECONDS
     )
     if names:
-        hosts_found = [
-            _parse_host(answer, (), name) for answer, name in zip(answers, names, strict=True)
-        ]
+        named = zip(answers, names, strict=True)
+        network = Network([_parse_host(answer, (), name) for answer, name in named])
     else:
-        hosts_found = [
-            _parse_host(answer, ranks) for answer, ranks in zip(answers, hosts, strict=True)
-        ]
-    network = Network(hosts_found)
+        placed = zip(answers, hosts, strict=True)
+        network = Network([_parse_host(answer, ranks) for answer, ranks in placed])
     present = [number for number, host in enumerate(network.hosts) if not host.error]
     plan = schedule_rounds(len(present))
     for number, pairs in enumerate(plan):
@@ -291,7 +284,7 @@ def _parse_host(answer: Mapping[str, Any], ranks: tuple[int, ...], name: str = "
         answer.get("address", ""),
         answer.get("port", 0),
         answer.get("error", ""),
-        [Finding.parse(finding) for finding in answer.get("findings", ())],
+        [Finding(**finding) for finding in answer.get("findings", ())],
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 import phalanx
-from phalanx import env, topology
+from phalanx import env
 from phalanx.doctor.peers.agents import Agent, LocalAgent, Worker
 from phalanx.doctor.peers.links import measure_network
 from phalanx.errors import PhalanxError, UsageError
@@ -77,6 +77,8 @@ def measure_job(
         PhalanxError: A rank did not arrive, has another version, or is lost.
         UsageError: This machine has no address that the others could reach.
     """
+    from phalanx import topology  # needs the core
+
     # Transports connect two ranks only when an operation needs it. Ranks that can't reach each
     # other therefore do not prevent the group from being formed.
     try:

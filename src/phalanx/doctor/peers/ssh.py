@@ -10,10 +10,8 @@ import json
 import os
 import re
 import select
-import shlex
 import subprocess
 import sys
-import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +19,7 @@ from phalanx.doctor.network import listening_address
 from phalanx.doctor.peers.agents import Agent, LocalAgent, Worker
 from phalanx.doctor.peers.links import measure_network
 from phalanx.errors import UsageError
-from phalanx.launcher.ssh.connection import SSH_OPTIONS, resolve_address
-from phalanx.launcher.ssh.plan import HostSpec
-from phalanx.launcher.ssh.protocol import LineSplitter
+from phalanx.system.ssh import LineSplitter, SshProcess, resolve_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["measure_over_ssh", "parse_peer_names", "serve_stdin"]
 
 _NAME = re.compile(r"[A-Za-z0-9_][\w.@:%-]*", re.ASCII)
-_MARK = "phalanx-doctor "
+_MARK = b"phalanx-doctor "
 """Prefix of answers, which distinguishes them from the output of shells at startup."""
 _IDLE_SECONDS = 900.0
 """Seconds that a host waits for the next command."""
@@ -117,7 +113,7 @@ def measure_over_ssh(
 def _own_address(peers: Sequence[str], ssh: Sequence[str]) -> str:
     """Return this machine's address on the route to the first peer that has a route."""
     for name in peers:
-        if address := listening_address(resolve_address(HostSpec(name, None), ssh)):
+        if address := listening_address(resolve_address(name, ssh)):
             return address
     return listening_address()
 
@@ -138,7 +134,7 @@ def serve_stdin() -> None:
             command = json.loads(line)
             answer = {**worker.execute(command), "number": command["number"]}
             # The output of a shell at login may lack a final newline.
-            sys.stdout.write(f"\n{_MARK}{json.dumps(answer)}\n")
+            sys.stdout.write(f"\n{_MARK.decode()}{json.dumps(answer)}\n")
             sys.stdout.flush()
     worker.close()
 
@@ -146,73 +142,53 @@ def serve_stdin() -> None:
 class _SshAgent(Agent):
     def __init__(self, host: str, ssh: Sequence[str], python: str) -> None:
         self._host = host
-        remote = shlex.join([python, "-m", "phalanx", "doctor", "--answer"])
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
-        # A session of its own: Ctrl-C reaches only this process, which then closes the agent.
-        self._process = subprocess.Popen(
-            [*ssh, *SSH_OPTIONS, "--", host, remote],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            start_new_session=True,
-        )
+        self._process = SshProcess(host, ssh, [python, "-m", "phalanx", "doctor", "--answer"])
+        self._open = list(self._process.descriptors)
+        self._errors: list[str] = []
+        """The lines that ssh and the host have written to stderr."""
         self._number = 0
-        self._buffer = b""
 
     def start(self, command: Mapping[str, Any]) -> None:
         self._number += 1
-        request = {**command, "number": self._number}
-        with contextlib.suppress(BrokenPipeError):  # answer() reports the error
-            stdin: Any = self._process.stdin
-            stdin.write(json.dumps(request).encode() + b"\n")
-            stdin.flush()
+        self._process.write(json.dumps({**command, "number": self._number}).encode() + b"\n")
 
     def answer(self, seconds: float) -> dict[str, Any]:
         end = time.monotonic() + seconds
-        while True:
-            line = self._read_line(end - time.monotonic())
-            if line is None:
+        while self._process.descriptors[0] in self._open:
+            if (remaining := end - time.monotonic()) <= 0:
                 return {"error": f"no answer over ssh within {seconds:g} s"}
-            if not line:
-                return {"error": self._failure_reason()}
-            if line.startswith(_MARK):
-                answer: dict[str, Any] = json.loads(line.removeprefix(_MARK))
-                if answer.pop("number") == self._number:  # else a late answer to an earlier command
-                    return answer
+            for line in self._read(remaining):
+                if line.startswith(_MARK) and line.endswith(b"\n"):  # else the host was cut off
+                    answer: dict[str, Any] = json.loads(line.removeprefix(_MARK))
+                    # A different number is that of an earlier command, whose answer is late.
+                    if answer.pop("number") == self._number:
+                        return answer
+        return {"error": self._failure_reason()}
 
     def close(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            stdin: Any = self._process.stdin
-            stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_SECONDS)
-        self._process.kill()
-        self._process.wait()
-        stdout: Any = self._process.stdout
-        stdout.close()
-        self._stderr.close()
+        self._process.close(_END_SECONDS)
 
-    def _read_line(self, seconds: float) -> str | None:
-        """Return the next line; empty at the end of the stream, None if none comes in time."""
-        end = time.monotonic() + seconds
-        stdout: Any = self._process.stdout
-        while b"\n" not in self._buffer:
-            remaining = end - time.monotonic()
-            if remaining <= 0 or not select.select([stdout], [], [], remaining)[0]:
-                return None
-            if not (part := os.read(stdout.fileno(), 1 << 16)):
-                return ""
-            self._buffer += part
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return f"{line.decode(errors='replace')}\n"
+    def _read(self, seconds: float) -> list[bytes]:
+        """Wait for output; keep the lines of stderr, and return those of stdout."""
+        found: list[bytes] = []
+        for descriptor in select.select(self._open, [], [], seconds)[0]:
+            lines = self._process.read_lines(descriptor)
+            if lines is None:
+                self._open.remove(descriptor)
+            elif descriptor == self._process.descriptors[0]:
+                found = lines
+            else:
+                self._errors += [line.decode(errors="replace").strip() for line in lines]
+        return found
 
     def _failure_reason(self) -> str:
         """Return why there is no answer: the reason, a newline, and advice."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
-        self._stderr.seek(0)
-        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
-        last = lines[-1].strip() if lines else f"exit code {self._process.returncode}"
+        while self._open and select.select(self._open, [], [], 0)[0]:
+            self._read(0)
+        lines = [line for line in self._errors if line]
+        last = lines[-1] if lines else f"exit code {self._process.returncode}"
         for pattern, reason, advice in _REASONS:
             if any(re.search(pattern, line) for line in lines):
                 return f"{reason} (ssh: {last})\n{advice.format(host=self._host)}"

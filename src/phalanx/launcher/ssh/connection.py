@@ -1,10 +1,6 @@
 """The ssh connection to one host and the launcher on it."""
 
-import contextlib
-import os
-import shlex
 import signal
-import subprocess
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -12,32 +8,23 @@ from typing import Any
 
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launcher.ssh.plan import HostSpec
-from phalanx.launcher.ssh.protocol import LineSplitter, pack, unpack
+from phalanx.launcher.ssh.protocol import pack, unpack
+from phalanx.system.ssh import SshProcess
 
-__all__ = ["SSH_OPTIONS", "Connection", "resolve_address"]
+__all__ = ["Connection"]
 
-CONNECT_TIMEOUT = 10
-"""Seconds allowed for ssh to reach a host."""
-
-CONFIGURATION_TIMEOUT = 10
-"""Seconds allowed for ssh to read its configuration."""
-
-SSH_OPTIONS = (
-    "-T",  # no terminal: there is no interactive input
-    *("-o", "BatchMode=yes"),  # fail instead of prompting
-    *("-o", f"ConnectTimeout={CONNECT_TIMEOUT}"),
-    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=6"),
-)
 _KEPT_LINES = 40
 _SSH_FAILED = 255
 _NO_PROGRAM = (126, 127)
 
 
 class Connection:
-    """A connection to the launcher on one host, through the ssh process that started it.
+    """A connection to the launcher on one host.
 
     Attributes:
         host: The host.
+        process: The ssh process that has started the launcher.
+        descriptors: The descriptors to read from: the messages, and the stderr of ssh and the host.
         hello: The host's `hello` message, with its versions; None until it arrives.
         end: The host's `end` message, with the outcome of its ranks; None until it arrives.
         end_time: The monotonic time in seconds at which `end` arrived or the connection was found
@@ -59,32 +46,15 @@ class Connection:
         self.started = self.stopped = False
         self._python = python
         self._text_lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        remote = shlex.join([python, "-m", "phalanx.cli.remote_launcher"])
+        command = [python, "-m", "phalanx.cli.remote_launcher"]
         try:
-            # In a separate session, because Ctrl-C at the terminal must reach this process only:
-            # it stops the hosts itself.
-            self.process = subprocess.Popen(
-                [*ssh, *SSH_OPTIONS, "--", host.target, remote],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
+            self.process = SshProcess(host.target, ssh, command)
         except OSError as error:
             raise UsageError(
                 f"can't run {ssh[0]!r}: {error.strerror}; --hosts needs OpenSSH's client: install "
                 "it, or name another program with --ssh"
             ) from None
-        # Typed as Any: never None, because all three are pipes.
-        self._input: Any = self.process.stdin
-        self._output: Any = self.process.stdout
-        self._errors: Any = self.process.stderr
-        self._lines = {descriptor: LineSplitter() for descriptor in self.descriptors}
-
-    @property
-    def descriptors(self) -> tuple[int, int]:
-        """The descriptors to read from: the messages, and the stderr of ssh and the host."""
-        return self._output.fileno(), self._errors.fileno()
+        self.descriptors = self.process.descriptors
 
     def read(self, descriptor: int) -> Iterator[dict[str, Any]] | None:
         """Read from a descriptor and return its complete messages; None at the end of the stream.
@@ -92,9 +62,8 @@ class Connection:
         Blocks until there is data. A line that is not a message is returned as a message of kind
         `text`, with its text as `line`.
         """
-        data = os.read(descriptor, 1 << 16)
-        lines = self._lines[descriptor].feed(data) if data else self._lines[descriptor].flush()
-        if not data and not lines:
+        lines = self.process.read_lines(descriptor)
+        if lines is None:
             return None
         return self._messages(lines, from_launcher=descriptor == self.descriptors[0])
 
@@ -118,9 +87,7 @@ class Connection:
 
         Ignores a broken pipe: `read` detects a lost connection.
         """
-        with contextlib.suppress(BrokenPipeError):
-            self._input.write(pack(kind, **content) if kind else b"\n")
-            self._input.flush()
+        self.process.write(pack(kind, **content) if kind else b"\n")
 
     def start(self, **content: Any) -> None:
         """Tell the host to start its ranks."""
@@ -138,14 +105,7 @@ class Connection:
         Args:
             timeout: Seconds to wait for ssh to exit before it is killed.
         """
-        with contextlib.suppress(BrokenPipeError):
-            self._input.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout)
-        self.process.kill()
-        self.process.wait()
-        self._output.close()
-        self._errors.close()
+        self.process.close(timeout)
 
     def connection_error(self) -> LaunchError:
         """Return an error that describes why the connection was lost and suggests a fix.
@@ -193,28 +153,3 @@ def _suggest_fix(host: HostSpec, python: str, code: int, text: str) -> str:
             "name its Python with --remote-python"
         )
     return f"Phalanx did not start on {name}: exit code {code}"
-
-
-def resolve_address(host: HostSpec, ssh: Sequence[str]) -> str:
-    """Return the address of a host according to ssh's configuration, which may define aliases.
-
-    Runs `ssh -G`, which opens no connection.
-
-    Raises:
-        LaunchError: The command did not finish within `CONFIGURATION_TIMEOUT` seconds.
-    """
-    command = [*ssh, "-G", "--", host.target]
-    try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=CONFIGURATION_TIMEOUT, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise LaunchError(
-            f"`{shlex.join(command)}` did not end within {CONFIGURATION_TIMEOUT} s: check for "
-            "commands in ssh's configuration (Match exec), and for files that can't be read"
-        ) from None
-    for line in result.stdout.splitlines():
-        key, _, value = line.partition(" ")
-        if key == "hostname":
-            return value
-    return host.name

@@ -15,9 +15,11 @@ import phalanx
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launcher.failures import GRACE, STOPPED
 from phalanx.launcher.output_forwarder import Sink
-from phalanx.launcher.ssh.connection import Connection, resolve_address
+from phalanx.launcher.ssh.connection import Connection
 from phalanx.launcher.ssh.plan import HostSpec, Plan
 from phalanx.launcher.ssh.protocol import HEARTBEAT_SECONDS
+from phalanx.system.signals import signal_name
+from phalanx.system.ssh import resolve_address
 
 __all__ = ["JobOutcome", "run_on_hosts"]
 
@@ -72,7 +74,7 @@ def run_on_hosts(plan: Plan) -> JobOutcome:
 def _rendezvous_address(plan: Plan) -> str:
     if len(plan.hosts) == 1:
         return ""
-    address = resolve_address(plan.hosts[0], plan.ssh)
+    address = resolve_address(plan.hosts[0].target, plan.ssh)
     if address == "localhost" or address.startswith("127.") or address == "::1":
         raise UsageError(
             f"the first host of --hosts, {plan.hosts[0].name}, is the address of the rendezvous, "
@@ -257,7 +259,7 @@ class _Job:
     def _outcome(self) -> JobOutcome:
         """Return the outcome for the user, once all hosts have ended or been given up."""
         if self._signals:
-            name = signal.Signals(self._signals[0]).name
+            name = signal_name(self._signals[0])
             return JobOutcome(128 + self._signals[0], f"stopped by {name}")
         failed = [
             connection

@@ -9,7 +9,7 @@ therefore appear on no command line and need no shell quoting.
 import json
 from typing import Any
 
-__all__ = ["HEARTBEAT_SECONDS", "HEARTBEAT_TIMEOUT", "LineSplitter", "pack", "unpack"]
+__all__ = ["HEARTBEAT_SECONDS", "HEARTBEAT_TIMEOUT", "pack", "unpack"]
 
 HEARTBEAT_SECONDS = 5.0
 """Seconds between two heartbeats of the local launcher."""
@@ -39,23 +39,3 @@ def unpack(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return message if isinstance(message, dict) and "kind" in message else None
-
-
-class LineSplitter:
-    """A splitter of the bytes read from a pipe into lines."""
-
-    def __init__(self) -> None:
-        self._partial = b""
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Add data and return the lines that are now complete, with their line ends."""
-        *lines, self._partial = (self._partial + data).splitlines(keepends=True) or [b""]
-        if self._partial.endswith(b"\n"):
-            lines.append(self._partial)
-            self._partial = b""
-        return lines
-
-    def flush(self) -> list[bytes]:
-        """Return the last line if it has no line end; to be called at the end of the stream."""
-        rest, self._partial = self._partial, b""
-        return [rest] if rest else []

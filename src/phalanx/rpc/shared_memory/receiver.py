@@ -40,7 +40,6 @@ __all__ = [
     "MappingFailure",
     "SegmentUnavailable",
     "ShmReceiver",
-    "can_map",
 ]
 
 _MAX_MAPPED = 64
@@ -218,12 +217,3 @@ class ShmReceiver:
             else:
                 self._segments.move_to_end(key)
             return segment
-
-
-def can_map(pid: int, fd: int, nonce: bytes) -> bool:
-    """Return whether this process can map another's segment and its nonce is the expected one."""
-    try:
-        _MappedSegment(pid, fd, nonce)
-    except SegmentUnavailable:
-        return False
-    return True

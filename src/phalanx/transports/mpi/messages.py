@@ -13,6 +13,7 @@ import time
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from phalanx.system.polling import wait_until
 from phalanx.transports.interface import TransportError
 from phalanx.transports.mpi import library
 
@@ -239,10 +240,8 @@ class Communicator:
         return True
 
     def _wait(self, request: Any, deadline: float) -> None:
-        while not request.Test():
-            if time.monotonic() > deadline:
-                raise TransportError(-1, timeout_message(self.size))
-            time.sleep(_PAUSE)
+        if not wait_until(request.Test, deadline - time.monotonic(), longest=_PAUSE):
+            raise TransportError(-1, timeout_message(self.size))
 
     def _post(
         self,

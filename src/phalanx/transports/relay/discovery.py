@@ -13,8 +13,8 @@ import zmq
 
 from phalanx import env, key
 from phalanx.errors import UsageError
-from phalanx.system.host_identity import boot_id, namespace_id
-from phalanx.system.polling import attempts
+from phalanx.system.host_identity import host_identity
+from phalanx.system.polling import attempts, wait_until
 from phalanx.transports.interface import TransportError
 from phalanx.transports.relay.connection import RelayConnection
 from phalanx.transports.relay.frames import CHANNEL_BYTES
@@ -109,9 +109,10 @@ def disconnect(access: RelayAccess, rank: int) -> None:
     The process that runs the relay first waits until the other ranks have left, for 2 s at most.
     """
     if access.server is not None:
-        end = time.monotonic() + _DRAIN_SECONDS
-        while access.server.has_others(access.channel, rank) and time.monotonic() < end:
-            time.sleep(_PAUSE)
+        server = access.server
+        wait_until(
+            lambda: not server.has_others(access.channel, rank), _DRAIN_SECONDS, longest=_PAUSE
+        )
     with _lock:
         if access.connection.remove_listener(access.channel):
             for endpoint in [e for e, c in _process.connections.items() if c is access.connection]:
@@ -174,9 +175,7 @@ def _drain() -> None:
     """Wait at the end of this process, for 2 s at most, until no rank uses its relay."""
     server = _process.server
     if server is not None and _process.pid == os.getpid():
-        end = time.monotonic() + _DRAIN_SECONDS
-        while server.has_ranks and time.monotonic() < end:
-            time.sleep(_PAUSE)
+        wait_until(lambda: not server.has_ranks, _DRAIN_SECONDS, longest=_PAUSE)
         server.close()
 
 
@@ -208,7 +207,7 @@ def _network() -> str:
 
     Processes with the same identifier can reach each other at any of their addresses.
     """
-    return f"{boot_id()} {namespace_id('net')}"
+    return host_identity("net")
 
 
 def _bracketed(address: str) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
+from phalanx.system.polling import wait_until
 from phalanx.transports.interface import CompletableTransfer, Transfer, Transport, TransportError
 from phalanx.transports.relay import discovery
 from phalanx.transports.relay.frames import Frame, Kind, LeaveReason
@@ -63,9 +63,9 @@ class RelayTransport(Transport):
         self._leave(LeaveReason.ABORTED)
 
     def close(self) -> None:
-        end = time.monotonic() + _DRAIN_SECONDS
-        while not all(peer.is_idle for peer in self._peers) and time.monotonic() < end:
-            time.sleep(_POLL_SECONDS)
+        wait_until(
+            lambda: all(peer.is_idle for peer in self._peers), _DRAIN_SECONDS, longest=_POLL_SECONDS
+        )
         self._leave(LeaveReason.CLOSED)
         discovery.disconnect(self._access, self._rank)
 
