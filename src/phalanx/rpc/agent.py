@@ -33,8 +33,7 @@ from phalanx.rpc.reference_counting import (
     UserRRef,
 )
 from phalanx.rpc.server import RpcServer, clear_frames, get_root_worker, set_root_worker
-from phalanx.rpc.shared_memory.receiver import CopyTimeout
-from phalanx.rpc.shared_memory.sender import DeferredCopies, ShmSender
+from phalanx.rpc.shared_memory import CopyTimeout, DeferredCopies, ShmSender
 from phalanx.rpc.transport.auth import HANDSHAKE_TIMEOUT, connect
 from phalanx.rpc.transport.local import LocalConnection
 
@@ -192,7 +191,7 @@ class Agent:
         except PhalanxError as error:
             raise peer.connection_error(description, error) from None
         try:
-            copies = DeferredCopies(self.shm_sender)
+            copies = DeferredCopies()
             frames = self.codec.encode(
                 kind, peer, self.id, root, call, body, description, copies=copies
             )
@@ -243,7 +242,7 @@ class Agent:
             )
             return future
         call, root = next(self._calls), self.root_worker()
-        copies = DeferredCopies(self.shm_sender)
+        copies = DeferredCopies()
         frames = self.codec.encode(
             kind, peer, self.id, root, call, body, description, extra, copies
         )

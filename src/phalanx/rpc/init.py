@@ -28,7 +28,7 @@ from phalanx.rpc.autograd import graph
 from phalanx.rpc.codec.message import Kind
 from phalanx.rpc.futures import end_at_first_failure
 from phalanx.rpc.peer import Peer
-from phalanx.rpc.shared_memory.sender import ShmSender
+from phalanx.rpc.shared_memory import ShmSender
 from phalanx.rpc.transport.auth import HANDSHAKE_TIMEOUT
 from phalanx.rpc.workers import WorkerInfo, WorkerRecord
 

@@ -23,7 +23,7 @@ from phalanx.rpc.codec.message import (
     span,
 )
 from phalanx.rpc.codec.pickling import PickleContext, deserialize, get_autograd_hook, serialize
-from phalanx.rpc.shared_memory.receiver import (
+from phalanx.rpc.shared_memory import (
     CopyFailure,
     CopyTimeout,
     MappingFailure,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from phalanx.rpc.codec.message import Frames
     from phalanx.rpc.peer import Peer
-    from phalanx.rpc.shared_memory.sender import DeferredCopies, ShmSender
+    from phalanx.rpc.shared_memory import DeferredCopies, ShmSender
 
 __all__ = ["MessageCodec", "TensorsUnavailable"]
 

@@ -22,7 +22,7 @@ from phalanx.errors import ArgumentTypeError, RemoteError, UsageError
 from phalanx.rpc.codec.message import ANSWERS, Kind, Malformed, Message, parse
 from phalanx.rpc.functions import ASYNC_EXECUTION_MARK, FutureResult
 from phalanx.rpc.reference_counting import OwnedValue, RefCountDelta, RRefId
-from phalanx.rpc.shared_memory.sender import DeferredCopies
+from phalanx.rpc.shared_memory import DeferredCopies
 from phalanx.rpc.transport.auth import Acceptor
 from phalanx.rpc.transport.local import LocalConnection
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from phalanx.rpc.message_codec import MessageCodec
     from phalanx.rpc.peer import Peer
     from phalanx.rpc.reference_counting import OwnedValues
-    from phalanx.rpc.shared_memory.sender import ShmSender
+    from phalanx.rpc.shared_memory import ShmSender
     from phalanx.rpc.transport.remote import RemoteRouter
     from phalanx.rpc.workers import WorkerInfo
 
@@ -241,7 +241,7 @@ class _Reply:
             return
         head = self.agent.id, self.message.root, self.message.call
         with torch.set_grad_enabled(self.grad):
-            copies = DeferredCopies(self.agent.shm_sender)
+            copies = DeferredCopies()
             frames = self.codec.encode(
                 Kind.RESULT, self.peer, *head, value, "the result", copies=copies
             )
