@@ -1,6 +1,7 @@
 #include "phalanx/leases.h"
 
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/string_view.h>
 
 #include <algorithm>
 #include <cstring>

@@ -40,6 +40,11 @@ ACCESSES = {
         "src/rows_writers.cpp",
         rf"lock\(row_\)\.store\(next_version\(word_\), {ORDER}\)",
     ),
+    "LEASE_BEGIN": ("src/leases.cpp", rf"last = word\.load\({ORDER}\)"),
+    "LEASE_FINISH": ("src/leases.cpp", rf"store\(word_of\(lease\.number, state\), {ORDER}\)"),
+    "LEASE_TAKE": ("src/leases.cpp", rf"words\[block\]\.load\({ORDER}\);\n  if"),
+    "LEASE_WAIT": ("src/leases.cpp", rf"words\[block\]\.load\({ORDER}\);\n    return"),
+    "LEASE_RETURN": ("src/leases.cpp", rf"compare_exchange_strong\(word, freed, {ORDER}"),
 }
 
 

@@ -314,7 +314,7 @@ FAILING = [
     Mutant(
         "no check of processes",
         GROUP,
-        "plain:test_kills",
+        "plain:test_rank_deaths",
         (("failing || (ended && presence != Presence::left);", "failing || (ended && false);"),),
     ),
     Mutant(
@@ -326,13 +326,13 @@ FAILING = [
     Mutant(
         "only the awaited rank is checked",
         GROUP,
-        "plain:test_kills",
+        "plain:test_rank_deaths",
         (("{ return status_while_waiting(peer); }", "{ return peer_status(peer); }"),),
     ),
     Mutant(
         "the arena of a dead rank is a system error",
         GROUP,
-        "plain:test_kills",
+        "plain:test_rank_deaths",
         (("if (is_lost(owner)) {", "if (false) {"),),
     ),
 ]

@@ -180,7 +180,7 @@ void FlightRecorder::name_group(GroupEntry& entry, std::string_view name,
   put(entry.members, members.size() < sizeof entry.members ? members : "");
 }
 
-void FlightRecorder::set_abort_reason(GroupEntry\& entry, std::string_view reason) {
+void FlightRecorder::set_abort_reason(GroupEntry& entry, std::string_view reason) {
   put(entry.abort_reason, reason);
 }
 

@@ -222,7 +222,7 @@ class LeaseSegment:
         """Copy data to a block, and end the copy."""
 
     def view(self, block: int) -> Any:
-        """Return the memory of a block: a writable buffer of uint8."""
+        """Return the memory of a block: uint8 with `__dlpack__`."""
 
     def finish(self, block: int, lease: int, state: str) -> None:
         """End a copy: "leased", "unwritten" if it was not made, "free" if no holder waits for it.

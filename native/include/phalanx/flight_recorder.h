@@ -204,7 +204,7 @@ class FlightRecorder {
   std::uint16_t add_group(int rank, int size);
   GroupEntry* group(std::uint16_t id);
   static void name_group(GroupEntry& entry, std::string_view name, std::string_view members);
-  static void set_abort_reason(GroupEntry\& entry, std::string_view reason);
+  static void set_abort_reason(GroupEntry& entry, std::string_view reason);
 
   // Numbers an operation and records it as under way. Returns its slot, -1 if all are in use.
   int begin(Record& record);

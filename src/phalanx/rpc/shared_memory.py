@@ -86,14 +86,13 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _write(segment: _native.LeaseSegment, block: int, lease: int, tensor: Tensor) -> None:
     """Copy a tensor to a leased block, and publish it."""
+    size = tensor.numel() * tensor.element_size()
     if _is_plain(tensor):
-        size = tensor.numel() * tensor.element_size()
         segment.write(block, lease, tensor.data_ptr(), size)
         return
-    data = segment.view(block)
-    flat = torch.frombuffer(data, dtype=tensor.dtype, count=tensor.numel())
     with torch.no_grad():
-        flat.view(tensor.shape).copy_(tensor)
+        data = torch.from_dlpack(segment.view(block))[:size].view(tensor.dtype)
+        data.view(tensor.shape).copy_(tensor)
     segment.finish(block, lease, "leased")
 
 
