@@ -144,9 +144,8 @@ def wrong_orders() -> list[Case]:
         ("ROW_ACQUIRE", "release"),
     ):
         cases.append(Case("row", (*ROW, f"{access}={order}"), ASSERTION))
-    for access in ("LEASE_BEGIN", "LEASE_FINISH", "LEASE_TAKE", "LEASE_WAIT", "LEASE_RETURN"):
-        cases.append(Case("lease", (*LEASE, f"{access}=relaxed"), ASSERTION))
-    return cases
+    leases = "LEASE_BEGIN", "LEASE_FINISH", "LEASE_TAKE", "LEASE_WAIT", "LEASE_RETURN"
+    return cases + [Case("lease", (*LEASE, f"{each}=relaxed"), ASSERTION) for each in leases]
 
 
 def wrong_steps() -> list[Case]:

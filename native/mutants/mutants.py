@@ -4,6 +4,7 @@ A mutant replaces texts that occur exactly once. A mutant that no longer applies
 runs with the tests. Then the source has changed, and the mutant must follow.
 """
 
+from lease_mutants import LEASE_MUTANTS
 from mutant import Mutant
 from row_mutants import ROWS
 
@@ -405,4 +406,14 @@ RECORDS = [
     ),
 ]
 
-MUTANTS = [*ORDERS, *WAITING, *ENTERING, *LARGE, *FAILING, *MESSAGES, *RECORDS, *ROWS]
+MUTANTS = [
+    *ORDERS,
+    *WAITING,
+    *ENTERING,
+    *LARGE,
+    *FAILING,
+    *MESSAGES,
+    *RECORDS,
+    *ROWS,
+    *LEASE_MUTANTS,
+]
