@@ -12,6 +12,7 @@
 //   free -> filling                   owner: leases the block, and begins to copy
 //   filling -> leased                 owner: the copy is complete
 //   filling -> unwritten              owner: there will be no copy, but the holder may be waiting
+//   filling -> free                   owner: the holder is dead, or cannot know of the lease
 //   leased or unwritten -> free       holder: returns the block; or the owner takes it back
 // The owner may send the number of a block in any state but free. So a large copy and the delivery
 // of the message overlap, and the holder waits for the end of the copy.
