@@ -184,7 +184,6 @@ class Lease:
     The end of this object gives the block back, but not in a forked child.
     """
 
-    def __buffer__(self, flags: int) -> memoryview: ...
 
 class LeaseSegment:
     """A segment of blocks of one size, which its owner leases to other processes on its host.
@@ -247,10 +246,10 @@ class LeaseSegmentView:
 
     @property
     def number(self) -> int: ...
-    def take(self, block: int, size: int, seconds: float) -> Lease | str:
+    def take(self, block: int, size: int, seconds: float) -> Any:
         """Take a block that was leased to this process; wait up to `seconds` for its copy.
 
-        Returns the lease, or the state of the block: "filling" if the copy is still under way,
+        Returns the `Lease`, or the state of the block: "filling" if the copy is still under way,
         "unwritten" if it was not made, "free" if the owner has leased no such block of that size.
         """
 
