@@ -184,7 +184,6 @@ class Lease:
     The end of this object gives the block back, but not in a forked child.
     """
 
-
 class LeaseSegment:
     """A segment of blocks of one size, which its owner leases to other processes on its host.
 
