@@ -189,7 +189,7 @@ kills: ARGS := --all --random 100000
 kills: $(VENV)/.build-tools ## kill ranks at every step of every operation, in every order of ranks
 	$(submake) native-plain ARGS="-R test_steps"
 	$(call section,Killing ranks at every step)
-	@build/native-plain/native/tests/test_kills $(ARGS)
+	@build/native-plain/native/tests/test_rank_deaths $(ARGS)
 
 model: ## check the models of the protocol with Spin (ARGS=--long for all of it)
 	$(call section,Models of the protocol)

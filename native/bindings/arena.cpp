@@ -22,9 +22,7 @@ Bytes allocate_shared(std::size_t size) {
   Arena* arena = Arena::own(status);
   std::byte* data = arena == nullptr ? nullptr : arena->allocate(size, status);
   if (data == nullptr) {
-    errno = status.error;
-    PyErr_SetFromErrno(PyExc_OSError);
-    throw nb::python_error();
+    raise_system_error(status.error);
   }
   const nb::capsule owner(new Block{arena, data}, [](void* owner_data) noexcept {
     const auto* block = static_cast<Block*>(owner_data);

@@ -56,6 +56,9 @@ nb::dict recorder_to_python(const std::vector<std::byte>& bytes, std::size_t his
 // Returns None for ok, otherwise a Status object; raises what a Python signal handler raised.
 nb::object to_python(const Status& status);
 
+// Raises OSError for an errno.
+[[noreturn]] void raise_system_error(int error);
+
 // The limits of a call of `seconds`; the call checks for Python signals while it waits.
 Bounds bounds_for(double seconds);
 
@@ -83,8 +86,10 @@ void bind_call_site(nb::module_& module);
 void bind_flight_recorder(nb::module_& module);
 void bind_reduce(nb::module_& module);
 void bind_overlap(nb::module_& module);
+void bind_sealed_memory(nb::module_& module);
 void bind_arena(nb::module_& module);
 void bind_cow_memory(nb::module_& module);
+void bind_leases(nb::module_& module);
 void bind_rows(nb::module_& module);
 void bind_row_gradients(nb::module_& module);
 nb::class_<PyGroup> bind_group(nb::module_& module);

@@ -15,9 +15,7 @@ using CowMemoryPtr = std::shared_ptr<CowMemory>;
 
 CowMemoryPtr ptr_or_raise(std::unique_ptr<CowMemory> memory, const Status& status) {
   if (!memory) {
-    errno = status.error;
-    PyErr_SetFromErrno(PyExc_OSError);
-    throw nb::python_error();
+    raise_system_error(status.error);
   }
   return memory;
 }

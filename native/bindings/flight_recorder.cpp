@@ -50,7 +50,7 @@ nb::dict group_to_python(const RecordedGroup& group) {
   to["sequence"] = group.sequence;
   to["left"] = group.left;
   to["left_at"] = text(group.left_at);
-  to["why"] = text(group.why);
+  to["abort_reason"] = text(group.abort_reason);
   return to;
 }
 
@@ -139,9 +139,7 @@ void open(int descriptor, int rank, int world_size, int attempt, std::string_vie
       {.rank = rank, .world_size = world_size, .attempt = attempt, .host = host, .job = job},
       status);
   if (!recorder) {
-    errno = status.error;
-    PyErr_SetFromErrno(PyExc_OSError);
-    throw nb::python_error();
+    raise_system_error(status.error);
   }
   FlightRecorder::install(std::move(recorder));
 }
@@ -203,8 +201,8 @@ class GroupFormation {
 
 nb::dict recorder_to_python(const std::vector<std::byte>& bytes, std::size_t history) {
   RecorderContents contents;
-  if (const std::string why = parse_recorder(bytes, history, contents); !why.empty()) {
-    throw nb::value_error(why.c_str());
+  if (const std::string error = parse_recorder(bytes, history, contents); !error.empty()) {
+    throw nb::value_error(error.c_str());
   }
   return contents_to_python(contents);
 }

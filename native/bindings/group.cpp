@@ -12,9 +12,7 @@ namespace {
 PyGroup make(std::unique_ptr<Segment> segment, int rank, std::uint16_t entry,
              const Status& status) {
   if (!segment) {
-    errno = status.error;
-    PyErr_SetFromErrno(PyExc_OSError);
-    throw nb::python_error();
+    raise_system_error(status.error);
   }
   return {std::make_shared<Core>(std::move(segment), rank, entry)};
 }
@@ -57,33 +55,33 @@ std::vector<int> absent_ranks(const PyGroup& self) {
 }
 
 // Records in this rank's flight recorder, for others to read, why it breaks the group.
-void set_why(Group& group, std::string_view why) {
+void set_abort_reason(Group& group, std::string_view reason) {
   if (GroupEntry* entry = group.entry(); entry != nullptr && group.failure().ok()) {
     mark_call_site();
-    FlightRecorder::set_why(*entry, why);
+    FlightRecorder::set_abort_reason(*entry, reason);
     // A reader that finds the call site in a copy of the file may read the reason.
     entry->left_at.store(current_caller().site, std::memory_order_release);
   }
 }
 
-nb::object abort(const PyGroup& self, std::string_view why) {
+nb::object abort(const PyGroup& self, std::string_view reason) {
   Group& group = self.require_core()->group;
-  set_why(group, why);
+  set_abort_reason(group, reason);
   return to_python(group.abort(Status{.code = Code::aborted, .reporter = group.rank()}));
 }
 
-nb::object abort_deadlock(const PyGroup& self, int peer, std::string_view why) {
+nb::object abort_deadlock(const PyGroup& self, int peer, std::string_view reason) {
   Group& group = self.require_core()->group;
-  set_why(group, why);
+  set_abort_reason(group, reason);
   // All groups of the deadlock are broken before any rank leaves one of them because of it.
   const Status status{.code = Code::deadlock, .peer = peer, .reporter = group.rank()};
   return to_python(group.abort(status, false));
 }
 
-void fail(const PyGroup& self, bool wake, std::string_view why) {
+void fail(const PyGroup& self, bool wake, std::string_view reason) {
   Group& group = self.require_core()->group;
-  if (!why.empty()) {
-    set_why(group, why);
+  if (!reason.empty()) {
+    set_abort_reason(group, reason);
   }
   group.fail(wake);
 }
@@ -146,9 +144,9 @@ nb::class_<PyGroup> bind_group(nb::module_& module) {
            [](const PyGroup& self) { return self.require_core()->group.is_awaited(); })
       .def("failure",
            [](const PyGroup& self) { return to_python(self.require_core()->group.failure()); })
-      .def("abort", &abort, nb::arg("why"))
-      .def("abort_deadlock", &abort_deadlock, nb::arg("peer"), nb::arg("why"))
-      .def("fail", &fail, nb::arg("wake"), nb::arg("why") = "")
+      .def("abort", &abort, nb::arg("reason"))
+      .def("abort_deadlock", &abort_deadlock, nb::arg("peer"), nb::arg("reason"))
+      .def("fail", &fail, nb::arg("wake"), nb::arg("reason") = "")
       .def(
           "is_failing",
           [](const PyGroup& self, int rank) { return self.require_core()->group.is_failing(rank); },

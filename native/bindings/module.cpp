@@ -10,8 +10,10 @@ NB_MODULE(_native, module) {
   bind_overlap(module);
   bind_call_site(module);
   bind_flight_recorder(module);
+  bind_sealed_memory(module);
   bind_arena(module);
   bind_cow_memory(module);
+  bind_leases(module);
   bind_rows(module);
   bind_row_gradients(module);
   auto group = bind_group(module);

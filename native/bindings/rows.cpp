@@ -16,9 +16,7 @@ using RowsPtr = std::shared_ptr<Rows>;
 
 RowsPtr ptr_or_raise(std::unique_ptr<Rows> rows, const Status& status) {
   if (!rows) {
-    errno = status.error;
-    PyErr_SetFromErrno(PyExc_OSError);
-    throw nb::python_error();
+    raise_system_error(status.error);
   }
   return rows;
 }

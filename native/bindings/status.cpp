@@ -112,6 +112,12 @@ Bounds bounds_for(double seconds) {
           .interrupted = python_signals};
 }
 
+void raise_system_error(int error) {
+  errno = error;
+  PyErr_SetFromErrno(PyExc_OSError);
+  throw nb::python_error();
+}
+
 nb::object to_python(const Status& status) {
   if (status.ok()) {
     return nb::none();

@@ -36,6 +36,9 @@ CHANNEL_DEATH = ("CAPACITY=1", "PIECES=2", "VALUES=16", "DEATHS=1", "SPURIOUS=0"
 RECORD = ("RECORDS=4", "VALUES=9")
 ROW = ("DEATHS=0", "VALUES=8")
 ROW_DEATH = ("DEATHS=1", "VALUES=8")
+LEASE = ("DEATHS=0", "DEPARTURES=0", "VALUES=11")
+LEASE_DEATH = ("DEATHS=1", "DEPARTURES=0", "VALUES=11")
+LEASE_LEFT = ("DEATHS=0", "DEPARTURES=1", "VALUES=11")
 
 # The operations of collective.pml.
 SMALL, MOVE_ONE, MOVE_ALL, REDUCE, EXCHANGE, ZERO_COPY = range(1, 7)
@@ -78,6 +81,10 @@ def correct_cases() -> list[Case]:
         Case("row", ROW),
         Case("row", ROW_DEATH),
         Case("row", ("DEATHS=2", "VALUES=8")),
+        Case("lease", LEASE),
+        Case("lease", LEASE_DEATH),
+        Case("lease", LEASE_LEFT),
+        Case("lease", ("DEATHS=1", "DEPARTURES=1", "VALUES=11"), long=True),
         # Accesses that need not be seq_cst: see README.
         Case("waiting", (*WAITING, "SLEEPERS_SUB=relaxed")),
         Case("waiting", (*WAITING, "TICKET_LOAD=relaxed")),
@@ -137,7 +144,8 @@ def wrong_orders() -> list[Case]:
         ("ROW_ACQUIRE", "release"),
     ):
         cases.append(Case("row", (*ROW, f"{access}={order}"), ASSERTION))
-    return cases
+    leases = "LEASE_BEGIN", "LEASE_FINISH", "LEASE_TAKE", "LEASE_WAIT", "LEASE_RETURN"
+    return cases + [Case("lease", (*LEASE, f"{each}=relaxed"), ASSERTION) for each in leases]
 
 
 def wrong_steps() -> list[Case]:
@@ -173,6 +181,11 @@ def wrong_steps() -> list[Case]:
         Case("row", (*ROW, "RELEASED_FIRST"), ASSERTION),
         Case("row", (*ROW_DEATH, "SAVED_FIRST"), ASSERTION),
         Case("row", (*ROW_DEATH, "NOT_RESTORED"), ASSERTION),
+        Case("lease", (*LEASE, "NOT_FREE_IS_LEASED"), ASSERTION),
+        Case("lease", (*LEASE, "FINISHED_FIRST"), ASSERTION),
+        Case("lease", (*LEASE, "NOT_MARKED_UNWRITTEN"), HANGS),
+        Case("lease", (*LEASE_LEFT, "ANY_LEASE_ENDS"), ASSERTION),
+        Case("lease", (*LEASE_DEATH, "NO_LAST_CHECK"), ASSERTION),
         Case("collective", (*plain, "ONE_INLINE_BUFFER"), ASSERTION),
         Case("collective", (*mixed, "ONE_FINGERPRINT"), ASSERTION),
         Case("collective", (*plain, "FINGERPRINT_AFTER_STEP"), ASSERTION),

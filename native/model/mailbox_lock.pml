@@ -1,4 +1,4 @@
-/* mailbox_lock.h: threads of one rank that share its mailbox. Two wait for a message each, one
+/* Mailbox::MailboxLock: threads of one rank that share its mailbox. Two wait for a message each, one
  * posts an operation, and the peer sends both messages. A waiting thread never blocks on the mutex:
  * it sleeps on the rank's message event, which the holder of the mutex notifies. Each access to
  * shared state is one transition; memory is sequentially consistent, as all these accesses are.

@@ -20,11 +20,11 @@ ACCESSES = {
     "TICKET_LOAD": ("include/phalanx/wait.h", rf"seen = event\.ticket\.load\({ORDER}\)"),
     "SLEEPERS_LOAD": ("src/wait.cpp", rf"if \(event\.sleepers\.load\({ORDER}\) != 0\)"),
     "TICKET_ADD": ("src/wait.cpp", rf"event\.ticket\.fetch_add\(1, {ORDER}\)"),
-    "HEAD_STORE": ("src/mailbox_progress.cpp", rf"channel\.head\.store\(head \+ moved, {ORDER}\)"),
-    "HEAD_LOAD": ("src/mailbox_progress.cpp", rf"head = channel\.head\.load\({ORDER}\);\n    if"),
-    "TAIL_STORE": ("src/mailbox_progress.cpp", rf"channel\.tail\.store\(tail \+ moved, {ORDER}\)"),
+    "HEAD_STORE": ("src/mailbox.cpp", rf"channel\.head\.store\(head \+ moved, {ORDER}\)"),
+    "HEAD_LOAD": ("src/mailbox.cpp", rf"head = channel\.head\.load\({ORDER}\);\n    if"),
+    "TAIL_STORE": ("src/mailbox.cpp", rf"channel\.tail\.store\(tail \+ moved, {ORDER}\)"),
     "TAIL_LOAD": (
-        "src/mailbox_progress.cpp",
+        "src/mailbox.cpp",
         rf"tail = channel\.tail\.load\({ORDER}\);\n    const std::size_t room",
     ),
     "FRAME_STORE": ("src/flight_recorder.cpp", rf"frame_\.store\(value\.number, {ORDER}\)"),
@@ -40,6 +40,11 @@ ACCESSES = {
         "src/rows_writers.cpp",
         rf"lock\(row_\)\.store\(next_version\(word_\), {ORDER}\)",
     ),
+    "LEASE_BEGIN": ("src/leases.cpp", rf"last = word\.load\({ORDER}\)"),
+    "LEASE_FINISH": ("src/leases.cpp", rf"store\(word_of\(lease\.number, state\), {ORDER}\)"),
+    "LEASE_TAKE": ("src/leases.cpp", rf"words\[block\]\.load\({ORDER}\);\n  if"),
+    "LEASE_WAIT": ("src/leases.cpp", rf"words\[block\]\.load\({ORDER}\);\n    return"),
+    "LEASE_RETURN": ("src/leases.cpp", rf"compare_exchange_strong\(word, freed, {ORDER}"),
 }
 
 

@@ -4,6 +4,7 @@ A mutant replaces texts that occur exactly once. A mutant that no longer applies
 runs with the tests. Then the source has changed, and the mutant must follow.
 """
 
+from lease_mutants import LEASE_MUTANTS
 from mutant import Mutant
 from row_mutants import ROWS
 
@@ -14,8 +15,7 @@ SEGMENT = "src/segment.cpp"
 PIPELINE = "src/collectives/pipeline.h"
 REDUCTION = "src/collectives/reduction.cpp"
 ZERO_COPY = "src/collectives/zero_copy.h"
-MAILBOX_PROGRESS = "src/mailbox_progress.cpp"
-MAILBOX_LOCK = "src/mailbox_lock.h"
+MAILBOX = "src/mailbox.cpp"
 RECORDER = "src/flight_recorder.cpp"
 
 # Detectors: a test, plain or under ThreadSanitizer, or a case of the models.
@@ -71,24 +71,20 @@ ORDERS = [
     ),
     weaker(
         "head stored with release",
-        MAILBOX_PROGRESS,
+        MAILBOX,
         CHANNEL_MODEL,
         "store(head + moved, ",
         "release",
     ),
-    weaker(
-        "head stored relaxed", MAILBOX_PROGRESS, TSAN_MAILBOX, "store(head + moved, ", "relaxed"
-    ),
+    weaker("head stored relaxed", MAILBOX, TSAN_MAILBOX, "store(head + moved, ", "relaxed"),
     weaker(
         "tail stored with release",
-        MAILBOX_PROGRESS,
+        MAILBOX,
         CHANNEL_MODEL,
         "store(tail + moved, ",
         "release",
     ),
-    weaker(
-        "tail stored relaxed", MAILBOX_PROGRESS, TSAN_MAILBOX, "store(tail + moved, ", "relaxed"
-    ),
+    weaker("tail stored relaxed", MAILBOX, TSAN_MAILBOX, "store(tail + moved, ", "relaxed"),
 ]
 
 WAITING = [
@@ -189,7 +185,7 @@ ENTERING = [
     ),
     Mutant(
         "parts of a composite operation count",
-        "src/group_record.cpp",
+        "src/group.cpp",
         "plain:test_composite",
         (("  composite_ = status.ok();\n", "  composite_ = false;\n"),),
     ),
@@ -292,9 +288,9 @@ FAILING = [
         "plain:test_steps",
         (
             (
-                "if (word.compare_exchange_strong(none, pack(why, rank_), "
+                "if (word.compare_exchange_strong(none, pack(reason, rank_), "
                 "std::memory_order_seq_cst)) {",
-                "word.store(pack(why, rank_));\n  if (none == 0) {",
+                "word.store(pack(reason, rank_));\n  if (none == 0) {",
             ),
         ),
     ),
@@ -304,22 +300,22 @@ FAILING = [
         "plain:test_steps",
         (
             (
-                "  own.failure_fingerprints[0].store(why.mine);\n"
-                "  own.failure_fingerprints[1].store(why.theirs);\n",
+                "  own.failure_fingerprints[0].store(reason.mine);\n"
+                "  own.failure_fingerprints[1].store(reason.theirs);\n",
                 "",
             ),
             (
                 '    PHALANX_STEP("abort: wake all");\n',
                 '    PHALANX_STEP("abort: wake all");\n'
-                "    own.failure_fingerprints[0].store(why.mine);\n"
-                "    own.failure_fingerprints[1].store(why.theirs);\n",
+                "    own.failure_fingerprints[0].store(reason.mine);\n"
+                "    own.failure_fingerprints[1].store(reason.theirs);\n",
             ),
         ),
     ),
     Mutant(
         "no check of processes",
         GROUP,
-        "plain:test_kills",
+        "plain:test_rank_deaths",
         (("failing || (ended && presence != Presence::left);", "failing || (ended && false);"),),
     ),
     Mutant(
@@ -331,13 +327,13 @@ FAILING = [
     Mutant(
         "only the awaited rank is checked",
         GROUP,
-        "plain:test_kills",
+        "plain:test_rank_deaths",
         (("{ return status_while_waiting(peer); }", "{ return peer_status(peer); }"),),
     ),
     Mutant(
         "the arena of a dead rank is a system error",
         GROUP,
-        "plain:test_kills",
+        "plain:test_rank_deaths",
         (("if (is_lost(owner)) {", "if (false) {"),),
     ),
 ]
@@ -345,7 +341,7 @@ FAILING = [
 MESSAGES = [
     Mutant(
         "head before bytes",
-        MAILBOX_PROGRESS,
+        MAILBOX,
         TSAN_MAILBOX,
         (
             (
@@ -357,7 +353,7 @@ MESSAGES = [
     ),
     Mutant(
         "no notification for bytes",
-        MAILBOX_PROGRESS,
+        MAILBOX,
         "plain:test_steps",
         (
             (
@@ -368,7 +364,7 @@ MESSAGES = [
     ),
     Mutant(
         "no notification for space",
-        MAILBOX_PROGRESS,
+        MAILBOX,
         "plain:test_steps",
         (
             (
@@ -390,7 +386,7 @@ MESSAGES = [
     ),
     Mutant(
         "a failed try_lock is not announced",
-        MAILBOX_LOCK,
+        MAILBOX,
         "plain:test_steps",
         (("      mailbox_.lock_missed_.store(true, std::memory_order_seq_cst);\n", ""),),
     ),
@@ -410,4 +406,14 @@ RECORDS = [
     ),
 ]
 
-MUTANTS = [*ORDERS, *WAITING, *ENTERING, *LARGE, *FAILING, *MESSAGES, *RECORDS, *ROWS]
+MUTANTS = [
+    *ORDERS,
+    *WAITING,
+    *ENTERING,
+    *LARGE,
+    *FAILING,
+    *MESSAGES,
+    *RECORDS,
+    *ROWS,
+    *LEASE_MUTANTS,
+]

@@ -1,6 +1,5 @@
 #include "phalanx/arena.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -8,10 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <cstdio>
 #include <utility>
-
-#include "phalanx/segment.h"
 
 namespace phalanx {
 namespace {
@@ -27,17 +23,10 @@ std::size_t memory_of_machine() {
          static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
 }
 
-std::size_t whole_pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
-
-std::byte* map_file(int fd, std::size_t bytes) {
-  void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-  return base == MAP_FAILED ? nullptr : static_cast<std::byte*>(base);
-}
-
 }  // namespace
 
-Arena::Arena(std::byte* base, std::size_t bytes, int fd)
-    : base_(base), bytes_(bytes), fd_(fd), owner_(getpid()), free_{{0, bytes}} {}
+Arena::Arena(SealedMemory memory)
+    : memory_(std::move(memory)), owner_(getpid()), free_{{0, memory_.bytes()}} {}
 
 Arena* Arena::own(Status& status) {
   const std::lock_guard lock(making);
@@ -47,22 +36,12 @@ Arena* Arena::own(Status& status) {
 }
 
 Arena* Arena::make(Status& status) {
-  const std::size_t bytes = memory_of_machine();
-  const int fd = memfd_create("phalanx-shared", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (fd < 0) {
-    status = system_error(errno);
+  auto memory = SealedMemory::map(create_sealed_memory("phalanx-shared", memory_of_machine()),
+                                  status, MAP_NORESERVE);
+  if (memory.base() == nullptr) {
     return nullptr;
   }
-  const int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
-  const bool ready = fchmod(fd, 0600) == 0 && ftruncate(fd, static_cast<off_t>(bytes)) == 0 &&
-                     fcntl(fd, F_ADD_SEALS, seals) == 0;
-  std::byte* base = ready ? map_file(fd, bytes) : nullptr;
-  if (base == nullptr) {
-    status = system_error(errno);
-    ::close(fd);
-    return nullptr;
-  }
-  auto* arena = new Arena(base, bytes, fd);
+  auto* arena = new Arena(std::move(memory));
   // Pairs with the loads in own and locate.
   current.store(arena, std::memory_order_release);
   return arena;
@@ -74,17 +53,18 @@ std::optional<ArenaLocation> Arena::locate(const void* data, std::size_t bytes) 
   if (arena == nullptr || data == nullptr) {
     return std::nullopt;
   }
+  const SealedMemory& memory = arena->memory_;
   const auto offset =
-      reinterpret_cast<std::uintptr_t>(data) - reinterpret_cast<std::uintptr_t>(arena->base_);
-  if (offset >= arena->bytes_ || bytes > arena->bytes_ - offset || arena->owner_ != getpid()) {
+      reinterpret_cast<std::uintptr_t>(data) - reinterpret_cast<std::uintptr_t>(memory.base());
+  if (offset >= memory.bytes() || bytes > memory.bytes() - offset || arena->owner_ != getpid()) {
     return std::nullopt;
   }
-  return ArenaLocation{.descriptor = arena->fd_, .offset = offset};
+  return ArenaLocation{.descriptor = memory.descriptor(), .offset = offset};
 }
 
 std::byte* Arena::allocate(std::size_t bytes, Status& status) {
   const std::size_t size = whole_pages(std::max<std::size_t>(bytes, 1));
-  std::size_t offset = bytes_;
+  std::size_t offset = memory_.bytes();
   {
     const std::lock_guard lock(mutex_);
     for (auto [start, room] : free_) {
@@ -99,20 +79,20 @@ std::byte* Arena::allocate(std::size_t bytes, Status& status) {
       }
     }
   }
-  if (offset == bytes_) {
+  if (offset == memory_.bytes()) {
     status = Status{.code = Code::out_of_memory, .error = ENOMEM};
     return nullptr;
   }
-  status = Segment::prefault(base_ + offset, size);
+  status = prefault(base() + offset, size);
   if (!status.ok()) {
-    release(base_ + offset);
+    release(base() + offset);
     return nullptr;
   }
-  return base_ + offset;
+  return base() + offset;
 }
 
 void Arena::release(std::byte* data) {
-  auto offset = static_cast<std::size_t>(data - base_);
+  auto offset = static_cast<std::size_t>(data - base());
   const std::lock_guard lock(mutex_);
   auto used = used_.extract(offset);
   std::size_t size = used.mapped();
@@ -148,36 +128,25 @@ std::shared_ptr<const ArenaView> ArenaView::open(int pid, int descriptor, Status
   using File = std::pair<dev_t, ino_t>;
   static std::mutex mutex;
   static std::map<File, std::weak_ptr<const ArenaView>> views;
-  char path[64];
-  std::snprintf(path, sizeof path, "/proc/%d/fd/%d", pid, descriptor);
-  const int opened = ::open(path, O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
-  if (opened < 0) {
-    status = system_error(errno);
-    return nullptr;
-  }
+  const int opened = open_sealed_memory(pid, descriptor);
   struct stat info{};
-  const int seals = fcntl(opened, F_GET_SEALS);
-  if (fstat(opened, &info) != 0 || seals < 0 || (seals & F_SEAL_SHRINK) == 0) {
-    status = system_error(EPROTO);
-    ::close(opened);
+  if (opened < 0 || fstat(opened, &info) != 0) {
+    status = system_error(errno);
     return nullptr;
   }
   const std::lock_guard lock(mutex);
   auto& cached = views[File(info.st_dev, info.st_ino)];
   std::shared_ptr<const ArenaView> view = cached.lock();
-  if (!view) {
-    const auto bytes = static_cast<std::size_t>(info.st_size);
-    std::byte* base = map_file(opened, bytes);
-    if (base == nullptr) {
-      status = system_error(errno);
-    } else {
-      cached = view = std::shared_ptr<const ArenaView>(new ArenaView(base, bytes));
-    }
+  if (view) {
+    ::close(opened);
+    return view;
   }
-  ::close(opened);
+  auto memory = SealedMemory::map(opened, status, MAP_NORESERVE);
+  if (memory.base() != nullptr) {
+    memory.close_descriptor();
+    cached = view = std::shared_ptr<const ArenaView>(new ArenaView(std::move(memory)));
+  }
   return view;
 }
-
-ArenaView::~ArenaView() { munmap(base_, bytes_); }
 
 }  // namespace phalanx

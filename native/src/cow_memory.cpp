@@ -3,17 +3,13 @@
 #include <fcntl.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <utility>
-
-#include "phalanx/segment.h"
 
 namespace phalanx {
 namespace {
@@ -37,8 +33,6 @@ constexpr std::uint64_t kSwapped = 1ULL << 62;
 constexpr std::uint64_t kFileBacked = 1ULL << 61;
 
 Status system_error(int error) { return Status{.code = Code::system, .error = error}; }
-
-std::size_t whole_pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 // Calls `each(start, bytes)` for every run of copied pages. Returns false, before the first call,
 // if the kernel lacks the ioctl.
@@ -116,36 +110,17 @@ void for_each_copy(std::byte* base, std::size_t bytes, PageFinder finder, Each e
 
 }  // namespace
 
-CowMemory::CowMemory(std::byte* shared, std::byte* priv, std::size_t bytes, int fd)
-    : shared_(shared), private_(priv), bytes_(bytes), fd_(fd) {}
+CowMemory::~CowMemory() { munmap(private_, bytes()); }
 
-CowMemory::~CowMemory() {
-  munmap(shared_, bytes_);
-  munmap(private_, bytes_);
-  close_descriptor();
-}
-
-void CowMemory::close_descriptor() {
-  if (fd_ >= 0) {
-    ::close(std::exchange(fd_, -1));
-  }
-}
-
-std::unique_ptr<CowMemory> CowMemory::map(int fd, std::size_t bytes, Status& status) {
-  void* shared = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  void* priv = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0);
-  if (shared == MAP_FAILED || priv == MAP_FAILED) {
+std::unique_ptr<CowMemory> CowMemory::map(SealedMemory shared, Status& status) {
+  void* priv = mmap(nullptr, shared.bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE,
+                    shared.descriptor(), 0);
+  if (priv == MAP_FAILED) {
     status = system_error(errno);
-    for (void* base : {shared, priv}) {
-      if (base != MAP_FAILED) {
-        munmap(base, bytes);
-      }
-    }
-    ::close(fd);
     return nullptr;
   }
   return std::unique_ptr<CowMemory>(
-      new CowMemory(static_cast<std::byte*>(shared), static_cast<std::byte*>(priv), bytes, fd));
+      new CowMemory(std::move(shared), static_cast<std::byte*>(priv)));
 }
 
 std::unique_ptr<CowMemory> CowMemory::create(std::size_t bytes, Status& status) {
@@ -154,21 +129,10 @@ std::unique_ptr<CowMemory> CowMemory::create(std::size_t bytes, Status& status) 
     return nullptr;
   }
   const std::size_t size = whole_pages(std::max<std::size_t>(bytes, 1));
-  const int fd = memfd_create("phalanx-cow", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (fd < 0) {
-    status = system_error(errno);
-    return nullptr;
-  }
-  const int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
-  if (fchmod(fd, 0600) != 0 || ftruncate(fd, static_cast<off_t>(size)) != 0 ||
-      fcntl(fd, F_ADD_SEALS, seals) != 0) {
-    status = system_error(errno);
-    ::close(fd);
-    return nullptr;
-  }
-  auto memory = map(fd, size, status);
+  auto shared = SealedMemory::create("phalanx-cow", size, status);
+  auto memory = shared.base() == nullptr ? nullptr : map(std::move(shared), status);
   if (memory) {
-    status = Segment::prefault(memory->shared_, size);
+    status = prefault(memory->shared_view(), size);
     if (!status.ok()) {
       return nullptr;
     }
@@ -178,29 +142,21 @@ std::unique_ptr<CowMemory> CowMemory::create(std::size_t bytes, Status& status) 
 
 std::unique_ptr<CowMemory> CowMemory::open(int pid, int descriptor, std::size_t bytes,
                                            Status& status) {
-  const std::size_t size = whole_pages(std::max<std::size_t>(bytes, 1));
-  char path[64];
-  std::snprintf(path, sizeof path, "/proc/%d/fd/%d", pid, descriptor);
-  const int fd = ::open(path, O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
-  if (fd < 0) {
-    status = system_error(errno);
+  auto shared = SealedMemory::open(pid, descriptor, status);
+  if (shared.base() == nullptr) {
     return nullptr;
   }
-  struct stat info{};
-  const int seals = fcntl(fd, F_GET_SEALS);
-  if (fstat(fd, &info) != 0 || seals < 0 || (seals & F_SEAL_SHRINK) == 0 ||
-      info.st_size != static_cast<off_t>(size)) {
+  if (shared.bytes() != whole_pages(std::max<std::size_t>(bytes, 1))) {
     status = system_error(EPROTO);
-    ::close(fd);
     return nullptr;
   }
-  return map(fd, size, status);
+  return map(std::move(shared), status);
 }
 
 std::size_t CowMemory::publish(std::size_t offset, std::size_t bytes, PageFinder finder) {
   std::size_t pages = 0;
   for_each_copy(private_ + offset, bytes, finder, [&](std::byte* start, std::size_t size) {
-    std::memcpy(shared_ + (start - private_), start, size);
+    std::memcpy(shared_view() + (start - private_), start, size);
     madvise(start, size, MADV_DONTNEED);  // a locked page stays a copy, with the right bytes
     pages += size / kPage;
   });
@@ -211,7 +167,7 @@ std::size_t CowMemory::drop(std::size_t offset, std::size_t bytes, PageFinder fi
   std::size_t pages = 0;
   for_each_copy(private_ + offset, bytes, finder, [&](std::byte* start, std::size_t size) {
     if (madvise(start, size, MADV_DONTNEED) != 0) {  // locked pages stay copies
-      std::memcpy(start, shared_ + (start - private_), size);
+      std::memcpy(start, shared_view() + (start - private_), size);
     }
     pages += size / kPage;
   });

@@ -155,7 +155,7 @@ std::uint16_t FlightRecorder::add_group(int rank, int size) {
   entry->rank = rank;
   entry->size = size;
   name_group(*entry, "", "");
-  set_why(*entry, "");
+  set_abort_reason(*entry, "");
   do {
     last_group_ = static_cast<std::uint16_t>(last_group_ + 1 == 0x10000 ? 1 : last_group_ + 1);
   } while (group(last_group_) != nullptr);
@@ -180,7 +180,9 @@ void FlightRecorder::name_group(GroupEntry& entry, std::string_view name,
   put(entry.members, members.size() < sizeof entry.members ? members : "");
 }
 
-void FlightRecorder::set_why(GroupEntry& entry, std::string_view why) { put(entry.why, why); }
+void FlightRecorder::set_abort_reason(GroupEntry& entry, std::string_view reason) {
+  put(entry.abort_reason, reason);
+}
 
 int FlightRecorder::begin(Record& record) {
   record.number = layout_->header.operations_begun.fetch_add(1, std::memory_order_relaxed) + 1;

@@ -100,7 +100,7 @@ void read_groups(const RecorderLayout& layout, RecorderContents& to) {
                          .left_at = left_at < to.sites.size() ? to.sites[left_at] : "",
                          .name = text_of(entry.name),
                          .members = text_of(entry.members),
-                         .why = text_of(entry.why)});
+                         .abort_reason = text_of(entry.abort_reason)});
   }
   std::ranges::sort(to.groups, {}, &RecordedGroup::id);
 }
@@ -173,8 +173,8 @@ std::vector<std::byte> copy_file(const char* path) {
 
 std::string parse_recorder(std::span<const std::byte> bytes, std::size_t history,
                            RecorderContents& contents) {
-  if (std::string why = check_layout(bytes); !why.empty()) {
-    return why;
+  if (std::string error = check_layout(bytes); !error.empty()) {
+    return error;
   }
   const LayoutCopy copy = aligned_copy(bytes);
   const auto& layout = *reinterpret_cast<const RecorderLayout*>(copy.get());

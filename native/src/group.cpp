@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <utility>
 
 #include "phalanx/call_site.h"
 
@@ -34,6 +35,9 @@ std::uint64_t pack(const Status& status, int witness) {
 std::int32_t rank_in(std::uint64_t word, int shift) {
   return static_cast<std::int32_t>(word >> shift & kRankBits) - 1;
 }
+
+// The time that a thread waits for the lock before it checks deadline, signals and the group.
+constexpr auto kLockSlice = std::chrono::milliseconds(10);
 
 }  // namespace
 
@@ -110,7 +114,7 @@ Status Group::prepare(const Fingerprint& own, const Bounds& bounds, bool staging
     return {};
   }
   PHALANX_STEP("prepare: prefault");
-  Status status = Segment::prefault(segment_->staging(rank_, 0), 2 * segment_->chunk_bytes());
+  Status status = prefault(segment_->staging(rank_, 0), 2 * segment_->chunk_bytes());
   if (!status.ok()) {
     status.reporter = rank_;
     return refuse(own, bounds, abort(status));
@@ -213,34 +217,34 @@ bool Group::is_awaited() const {
   return true;
 }
 
-Status Group::abort(Status why, bool wake) {
+Status Group::abort(Status reason, bool wake) {
   const std::lock_guard lock(aborting_);
   // An interrupted rank reports the interrupt even after another failure, since its own signal
   // handler raised. The fingerprints that this rank has published for an earlier failure stay,
   // since peers read them.
   if (const Status earlier = failure(); !earlier.ok()) {
-    return why.code == Code::interrupted ? why : earlier;
+    return reason.code == Code::interrupted ? reason : earlier;
   }
-  if (why.code == Code::aborted && is_failing(rank_)) {
+  if (reason.code == Code::aborted && is_failing(rank_)) {
     // An exception ends this process, which abandons its operations.
-    why = Status{.code = Code::peer_lost, .peer = rank_, .reporter = rank_};
+    reason = Status{.code = Code::peer_lost, .peer = rank_, .reporter = rank_};
   }
   RankControl& own = segment_->control(rank_);
   PHALANX_STEP("abort: publish the fingerprints");
-  own.failure_fingerprints[0].store(why.mine);
-  own.failure_fingerprints[1].store(why.theirs);
+  own.failure_fingerprints[0].store(reason.mine);
+  own.failure_fingerprints[1].store(reason.theirs);
   std::uint64_t none = 0;
   auto& word = segment_->header().abort_word;
   PHALANX_STEP("abort: claim the abort word");
   // Pairs with the load in failure: a rank that sees the word may read the witness's fingerprints.
-  if (word.compare_exchange_strong(none, pack(why, rank_), std::memory_order_seq_cst)) {
+  if (word.compare_exchange_strong(none, pack(reason, rank_), std::memory_order_seq_cst)) {
     PHALANX_STEP("abort: wake all");
     for (int rank = 0; wake && rank < ranks(); ++rank) {
       notify_always(segment_->control(rank).step_event);
       notify_always(segment_->control(rank).message_event);
     }
-  } else if (why.code == Code::interrupted) {
-    return why;
+  } else if (reason.code == Code::interrupted) {
+    return reason;
   }
   return failure();
 }
@@ -338,6 +342,173 @@ Status Group::status_while_waiting(int peer) {
     }
   }
   return status;
+}
+
+// ---- the lock of collectives, and their records in the flight recorder ----
+
+Group::CollectiveLock::CollectiveLock(Group& group, const Bounds& bounds) : group_(group) {
+  if (!group_.collective_mutex_.try_lock()) {
+    status_ = acquire(bounds);
+  }
+}
+
+Group::CollectiveLock::~CollectiveLock() {
+  if (!status_.ok()) {
+    return;
+  }
+  group_.end_record();
+  group_.collective_mutex_.unlock();
+  // A thread that begins to wait at this moment finds the lock free in its next slice.
+  if (group_.collective_waiters_.load(std::memory_order_relaxed) != 0) {
+    group_.collective_released_.notify_one();
+  }
+}
+
+Status Group::CollectiveLock::acquire(const Bounds& bounds) {
+  group_.collective_waiters_.fetch_add(1, std::memory_order_relaxed);
+  Status status;
+  std::mutex own;
+  std::unique_lock lock(own);
+  while (!group_.collective_mutex_.try_lock()) {
+    group_.collective_released_.wait_for(lock, kLockSlice);
+    if (bounds.interrupted != nullptr && bounds.interrupted()) {
+      status = {.code = Code::interrupted, .reporter = group_.rank_};
+    } else if (Clock::now() >= bounds.deadline) {
+      status = {.code = Code::timeout, .peer = group_.rank_, .reporter = group_.rank_};
+    }
+    if (!status.ok()) {
+      status = group_.abort(status);
+      break;
+    }
+  }
+  group_.collective_waiters_.fetch_sub(1, std::memory_order_relaxed);
+  return status;
+}
+
+Record Group::record_of(const Fingerprint& own, const Bounds& bounds) const {
+  const Caller& caller = current_caller();
+  const bool known = bounds.begin != Clock::time_point{};
+  return {.begin = nanoseconds(known ? bounds.begin : Clock::now()),
+          .sequence = own.sequence,
+          .count = own.count,
+          .peer = static_cast<std::int16_t>(own.root),
+          .dtype = own.dtype,
+          .op = own.op,
+          .thread = caller.thread,
+          .site = caller.site,
+          .group = recorder_group_,
+          .kind = own.kind};
+}
+
+void Group::begin_record(const Fingerprint& own, const Bounds& bounds) {
+  if (recorder_ == nullptr) {
+    return;
+  }
+  record_ = record_of(own, bounds);
+  longest_wait_ = {};
+  longest_wait_rank_ = -1;
+  if (entry_ != nullptr) {
+    entry_->sequence.store(own.sequence, std::memory_order_relaxed);
+  }
+  slot_ = recorder_->begin(record_);
+  recording_ = true;
+}
+
+void Group::set_global_ranks(std::vector<std::int16_t> global_ranks, std::uint64_t identity) {
+  global_ranks_ = std::move(global_ranks);
+  if (entry_ != nullptr) {
+    entry_->identity.store(identity, std::memory_order_release);  // as in the constructor
+  }
+}
+
+std::uint64_t Group::begin_collective(Fingerprint own, const Bounds& bounds) {
+  if (!composite_) {
+    own.sequence = sequence() + 1;
+    sequence_.store(own.sequence, std::memory_order_relaxed);
+    current_ = own;
+    begin_record(own, bounds);
+  }
+  return sequence();
+}
+
+Status Group::begin_composite(const Fingerprint& own, const Bounds& bounds) {
+  const CollectiveLock lock(*this, bounds);
+  if (!lock.status().ok()) {
+    return lock.status();
+  }
+  const Status status = enter_collective(own, bounds);
+  composite_ = status.ok();
+  return status;
+}
+
+void Group::end_composite(Code outcome) {
+  const std::lock_guard lock(collective_mutex_);
+  composite_ = false;
+  record_.outcome = outcome;
+  end_record();
+}
+
+void Group::begin_composite_wait(std::int16_t global_rank) {
+  const std::lock_guard lock(collective_mutex_);
+  begin_wait_for(global_rank);
+}
+
+void Group::end_composite_wait(std::int16_t global_rank, Clock::duration waited) {
+  const std::lock_guard lock(collective_mutex_);
+  end_wait_for(global_rank, waited);
+}
+
+Status Group::refuse(Fingerprint own, const Bounds& bounds, const Status& reason) {
+  if (composite_) {
+    return record_outcome(reason);
+  }
+  own.sequence = sequence() + 1;
+  sequence_.store(own.sequence, std::memory_order_relaxed);
+  if (!refused_) {
+    refused_ = true;
+    begin_record(own, bounds);
+  }
+  return record_outcome(reason);
+}
+
+void Group::begin_wait(int peer) { begin_wait_for(global_rank(peer)); }
+
+void Group::begin_wait_for(std::int16_t global_rank) {
+  if (recording_ && slot_ >= 0) {
+    record_.waiting_for = global_rank;
+    recorder_->waiting_for(slot_, record_);
+  }
+}
+
+void Group::end_wait(int peer, Clock::duration waited) { end_wait_for(global_rank(peer), waited); }
+
+void Group::end_wait_for(std::int16_t global_rank, Clock::duration waited) {
+  if (!recording_) {
+    return;
+  }
+  record_.waited += static_cast<std::uint64_t>(std::chrono::nanoseconds(waited).count());
+  if (waited >= longest_wait_) {
+    longest_wait_ = waited;
+    longest_wait_rank_ = global_rank;
+  }
+  record_.waiting_for = -1;
+  if (slot_ >= 0) {
+    recorder_->waiting_for(slot_, record_);
+  }
+}
+
+void Group::end_record() {
+  if (!recording_ || composite_) {
+    return;
+  }
+  recording_ = false;
+  record_.end = nanoseconds(Clock::now());
+  if (record_.waiting_for < 0) {
+    record_.waiting_for = longest_wait_rank_;
+  } else {  // the wait failed
+    record_.waited = record_.end - record_.begin;
+  }
+  recorder_->end(slot_, record_);
 }
 
 }  // namespace phalanx

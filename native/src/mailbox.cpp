@@ -1,11 +1,13 @@
-// The part of the mailbox that posts, waits and fails. mailbox_progress.cpp moves bytes, and
-// mailbox_service.cpp is the service thread.
 #include "phalanx/mailbox.h"
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <mutex>
+#include <new>
 #include <utility>
 
-#include "mailbox_lock.h"
+#include "phalanx/hooks.h"
 
 namespace phalanx {
 namespace {
@@ -13,7 +15,97 @@ namespace {
 // The interval of checks in a wait during which messages move all the time.
 constexpr auto kCheckInterval = std::chrono::milliseconds(100);
 
+// The unit of publication: small enough for the receiver to read while the sender writes on.
+constexpr std::size_t kPieceBytes = 32 * 1024;
+// A round of progress ends after so many pieces, so that other threads of this rank get the lock.
+constexpr int kPiecesPerRound = 16;
+
+// Messages begin on cache lines, so that an envelope never wraps around the end of the ring.
+constexpr std::size_t padded(std::size_t bytes) {
+  return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+}
+
+// memcpy does not accept the null pointer of an empty tensor.
+void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
+  if (bytes != 0) {
+    PHALANX_STEP("message: copy");
+    std::memcpy(to, from, bytes);
+  }
+}
+
+// Copy between a buffer and the ring, which wraps around.
+void write_ring(Channel& channel, std::uint64_t position, const std::byte* from,
+                std::size_t bytes) {
+  const std::size_t start = position & (kRingBytes - 1);
+  const std::size_t first = std::min(bytes, kRingBytes - start);
+  copy_bytes(channel.ring + start, from, first);
+  copy_bytes(channel.ring, from + first, bytes - first);
+}
+
+void read_ring(const Channel& channel, std::uint64_t position, std::byte* to, std::size_t bytes) {
+  const std::size_t start = position & (kRingBytes - 1);
+  const std::size_t first = std::min(bytes, kRingBytes - start);
+  copy_bytes(to, channel.ring + start, first);
+  copy_bytes(to + first, channel.ring, bytes - first);
+}
+
+constexpr auto kPollInterval = std::chrono::milliseconds(1);
+constexpr int kIdlePollsBeforeSleep = 100;
+
 }  // namespace
+
+// Holds the mutex of a mailbox.
+//
+// A thread that posts blocks on it. A thread that makes progress releases it after each round, and
+// posting threads get it first. A thread that waits for a message only tries to lock, since another
+// thread may make progress on all operations for a long time; meanwhile its own message may be
+// done, or its deadline may come. A failed try loses nothing: `lock_missed_` makes the holder
+// notify the rank's own message event after the unlock, in the order of an event count (see
+// wait.h):
+//   try:      missed = true; if (!try_lock()) sleep on the event
+//   holder:   unlock; if (missed) notify the event
+// A failed try comes before the unlock, so its store of `lock_missed_` does too.
+class Mailbox::MailboxLock {
+ public:
+  explicit MailboxLock(Mailbox& mailbox) : mailbox_(mailbox), owns_(true) {
+    if (!mailbox_.mutex_.try_lock()) {
+      mailbox_.lock_waiters_.fetch_add(1, std::memory_order_seq_cst);
+      mailbox_.mutex_.lock();
+      mailbox_.lock_waiters_.fetch_sub(1, std::memory_order_seq_cst);
+    }
+  }
+  MailboxLock(Mailbox& mailbox, std::try_to_lock_t) : mailbox_(mailbox), owns_(try_lock()) {
+    if (!owns_) {
+      // Pairs with the exchange below.
+      mailbox_.lock_missed_.store(true, std::memory_order_seq_cst);
+      owns_ = try_lock();
+    }
+  }
+  MailboxLock(const MailboxLock&) = delete;
+  MailboxLock& operator=(const MailboxLock&) = delete;
+  ~MailboxLock() {
+    if (!owns_) {
+      return;
+    }
+    mailbox_.mutex_.unlock();
+    if (mailbox_.lock_missed_.load(std::memory_order_seq_cst) &&
+        mailbox_.lock_missed_.exchange(false, std::memory_order_seq_cst)) {
+      notify(mailbox_.message_event(mailbox_.group_.rank()));
+    }
+  }
+
+  bool owns_lock() const { return owns_; }
+
+ private:
+  // A thread that waits for the lock does not have it yet, so a later unlock is certain.
+  bool try_lock() {
+    return mailbox_.lock_waiters_.load(std::memory_order_seq_cst) == 0 &&
+           mailbox_.mutex_.try_lock();
+  }
+
+  Mailbox& mailbox_;
+  bool owns_;
+};
 
 Mailbox::Mailbox(Group& group)
     : group_(group),
@@ -207,7 +299,7 @@ void Mailbox::prefault(int peer) {
   }
   prefaulted_[index] = true;
   PHALANX_STEP("send: prefault");
-  Status status = group_.segment().prefault(&send_channel(peer), sizeof(Channel));
+  Status status = phalanx::prefault(&send_channel(peer), sizeof(Channel));
   if (!status.ok()) {
     status.reporter = group_.rank();
     (void)group_.abort(status);
@@ -323,6 +415,383 @@ Status Mailbox::recheck_peers() {
     return {};
   }
   return check_peers();
+}
+
+// ---- moving bytes: through the channels, and to their receivers ----
+
+bool Mailbox::progress_sends(int peer) {
+  auto& queue = sends_[static_cast<std::size_t>(peer)];
+  Channel& channel = send_channel(peer);
+  int pieces = 0;
+  for (; pieces < kPiecesPerRound && !queue.empty(); ++pieces) {
+    const std::uint64_t head = channel.head.load(std::memory_order_relaxed);
+    PHALANX_STEP("send: check for space");
+    // Pairs with the store in progress_recvs: overwritten bytes have been read.
+    const std::uint64_t tail = channel.tail.load(std::memory_order_seq_cst);
+    const std::size_t room = kRingBytes - (head - tail);
+    Message& message = *queue.front();
+    const std::size_t moved = write_piece(message, channel, head, room);
+    if (moved == 0) {
+      break;
+    }
+    message.moved_ += moved;
+    PHALANX_STEP("send: publish the head");
+    // Publishes the bytes. Pairs with the load in progress_recvs; seq_cst for the sake of notify.
+    channel.head.store(head + moved, std::memory_order_seq_cst);
+    notify(message_event(peer));
+    if (message.moved_ == sizeof(Envelope) + padded(message.bytes())) {
+      const MessagePtr done = std::move(queue.front());
+      queue.pop_front();
+      finish(done, {});
+    }
+  }
+  return pieces != 0;
+}
+
+// Writes the next piece after `head`. Returns the number of bytes, padding included: whole lines.
+std::size_t Mailbox::write_piece(Message& message, Channel& channel, std::uint64_t head,
+                                 std::size_t room) {
+  const std::size_t bytes = message.bytes();
+  std::size_t moved = 0;
+  if (message.moved_ == 0) {
+    if (room < sizeof(Envelope)) {
+      return 0;
+    }
+    const Envelope envelope{.count = message.count_,
+                            .bytes = bytes,
+                            .tag = message.tag_,
+                            .dtype = message.dtype_,
+                            .reserved = {}};
+    write_ring(channel, head, reinterpret_cast<const std::byte*>(&envelope), sizeof envelope);
+    moved = sizeof envelope;
+  }
+  const std::size_t done = message.moved_ + moved - sizeof(Envelope);
+  const std::size_t piece = std::min({kPieceBytes, room - moved, padded(bytes) - done});
+  if (piece != 0) {
+    write_ring(channel, head + moved, message.data_ + done, std::min(piece, bytes - done));
+  }
+  return moved + piece;
+}
+
+bool Mailbox::progress_recvs(int peer) {
+  Incoming& incoming = incoming_[static_cast<std::size_t>(peer)];
+  Channel& channel = recv_channel(peer);
+  int pieces = 0;
+  for (; pieces < kPiecesPerRound && (incoming.begun || matching_.has_recv_for(peer)); ++pieces) {
+    std::uint64_t tail = channel.tail.load(std::memory_order_relaxed);
+    PHALANX_STEP("recv: check for bytes");
+    // Pairs with the store in progress_sends.
+    const std::uint64_t head = channel.head.load(std::memory_order_seq_cst);
+    if (head == tail) {
+      break;
+    }
+    if (!incoming.begun) {
+      if (!begin_message(peer, incoming, channel, tail)) {
+        fail_all(group_.failure());
+        return true;
+      }
+      tail += sizeof(Envelope);
+    }
+    const std::size_t moved = read_piece(incoming, channel, tail, head - tail);
+    PHALANX_STEP("recv: publish the tail");
+    // Returns the space. Pairs with the load in progress_sends; seq_cst for the sake of notify.
+    channel.tail.store(tail + moved, std::memory_order_seq_cst);
+    notify(message_event(peer));
+    if (incoming.moved == padded(incoming.envelope.bytes)) {
+      end_message(peer, incoming);
+    }
+  }
+  return pieces != 0;
+}
+
+// Reads the next piece after `tail`, of which `available` bytes have arrived. Returns the number of
+// bytes, padding included.
+std::size_t Mailbox::read_piece(Incoming& incoming, const Channel& channel, std::uint64_t tail,
+                                std::size_t available) {
+  const std::size_t bytes = incoming.envelope.bytes;
+  const std::size_t piece = std::min({kPieceBytes, available, padded(bytes) - incoming.moved});
+  if (piece != 0) {
+    std::byte* target = incoming.buffer ? incoming.buffer.get() : incoming.receiver->data_;
+    read_ring(channel, tail, target + incoming.moved, std::min(piece, bytes - incoming.moved));
+    incoming.moved += piece;
+  }
+  return piece;
+}
+
+// False if the message does not match its recv, or if there is no memory for an unexpected one: the
+// group is broken then.
+bool Mailbox::begin_message(int peer, Incoming& incoming, const Channel& channel,
+                            std::uint64_t tail) {
+  read_ring(channel, tail, reinterpret_cast<std::byte*>(&incoming.envelope), sizeof(Envelope));
+  const Envelope& envelope = incoming.envelope;
+  incoming.receiver = matching_.match(peer, envelope.tag);
+  if (incoming.receiver) {
+    incoming.begun = matches(*incoming.receiver, peer, envelope);
+    return incoming.begun;
+  }
+  incoming.buffer.reset(new (std::nothrow) std::byte[envelope.bytes]);
+  if (!incoming.buffer) {
+    const int rank = group_.rank();
+    (void)group_.abort({.code = Code::out_of_memory, .reporter = rank, .error = ENOMEM});
+    return false;
+  }
+  const std::size_t unexpected = matching_.unexpected_bytes() + envelope.bytes;
+  if (unexpected > unexpected_peak_.load(std::memory_order_relaxed)) {
+    unexpected_peak_.store(unexpected, std::memory_order_relaxed);
+  }
+  incoming.begun = true;
+  return true;
+}
+
+void Mailbox::end_message(int peer, Incoming& incoming) {
+  const MessagePtr receiver = std::move(incoming.receiver);
+  if (!receiver) {
+    matching_.add_unexpected(peer, {incoming.envelope, std::move(incoming.buffer)});
+  } else if (incoming.buffer) {
+    copy_bytes(receiver->data_, incoming.buffer.get(), incoming.envelope.bytes);
+  }
+  incoming = Incoming{};
+  if (receiver) {
+    finish(receiver, {});
+  }
+}
+
+// Gives a new recv an unexpected message that has arrived, or is arriving.
+bool Mailbox::take_unexpected(const MessagePtr& recv) {
+  int source = kAnySource;
+  if (const UnexpectedMessage* unexpected = matching_.find_unexpected(*recv, &source);
+      unexpected != nullptr) {
+    if (matches(*recv, source, unexpected->envelope)) {
+      recv->peer_ = source;
+      copy_bytes(recv->data_, unexpected->data.get(), unexpected->envelope.bytes);
+      matching_.drop_unexpected(source, recv->tag_);
+      finish(recv, {});
+    } else {
+      finish(recv, group_.failure());
+    }
+    return true;
+  }
+  if (recv->peer_ != kAnySource) {
+    return attach_receiver(recv, recv->peer_);
+  }
+  for (int peer = 0; peer < group_.ranks(); ++peer) {
+    if (attach_receiver(recv, peer)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// Makes a recv the receiver of a message that is moving to private memory, if it matches.
+bool Mailbox::attach_receiver(const MessagePtr& recv, int peer) {
+  Incoming& incoming = incoming_[static_cast<std::size_t>(peer)];
+  if (!incoming.begun || incoming.receiver || incoming.envelope.tag != recv->tag_) {
+    return false;
+  }
+  if (matches(*recv, peer, incoming.envelope)) {
+    recv->peer_ = peer;
+    incoming.receiver = recv;
+  } else {
+    finish(recv, group_.failure());
+  }
+  return true;
+}
+
+// Whether the message has the count and dtype of the recv; breaks the group if it does not.
+bool Mailbox::matches(Message& message, int source, const Envelope& envelope) {
+  if (message.count_ == envelope.count && message.dtype_ == envelope.dtype) {
+    return true;
+  }
+  message.peer_ = source;
+  const Fingerprint theirs{.sequence = static_cast<std::uint64_t>(envelope.tag),
+                           .count = envelope.count,
+                           .root = group_.rank(),
+                           .kind = Kind::send,
+                           .dtype = envelope.dtype};
+  (void)group_.abort(Status{.code = Code::mismatch,
+                            .peer = source,
+                            .reporter = group_.rank(),
+                            .mine = message.fingerprint(),
+                            .theirs = theirs});
+  return false;
+}
+
+// ---- the service thread ----
+
+// The service thread makes progress on operations while no thread waits for
+// them.
+//
+// Most operations are waited for soon after they are posted. So the thread is not woken for each,
+// and does not compete with waiting threads. While operations are posted, it polls every
+// millisecond, and takes over only if one is outstanding and no wait has begun since the last poll.
+// After a while without new operations it sleeps until the next one wakes it.
+
+std::vector<MessagePtr> Mailbox::serve() {
+  std::unique_lock lock(service_mutex_);
+  while (!stopped_.load(std::memory_order_seq_cst) && pending_reports_.empty()) {
+    idle(lock);
+    const bool no_new_waits = waits_.load(std::memory_order_relaxed) == waits_seen_;
+    if (!should_yield() && (std::exchange(service_now_, false) || no_new_waits)) {
+      lock.unlock();
+      service();
+      lock.lock();
+    }
+  }
+  if (stopped_.load(std::memory_order_seq_cst)) {
+    return {};
+  }
+  has_reports_.store(false, std::memory_order_seq_cst);
+  return std::exchange(pending_reports_, {});
+}
+
+bool Mailbox::should_yield() const {
+  // Pair with the stores of threads that post, wait, finish and stop.
+  return stopped_.load(std::memory_order_seq_cst) || has_reports_.load(std::memory_order_seq_cst) ||
+         outstanding() == 0 || waiters_.load(std::memory_order_seq_cst) != 0;
+}
+
+void Mailbox::idle(std::unique_lock<std::mutex>& lock) {
+  const std::uint64_t detached = detached_.load(std::memory_order_relaxed);
+  idle_polls_ = detached == detached_seen_ ? idle_polls_ + 1 : 0;
+  detached_seen_ = detached;
+  waits_seen_ = waits_.load(std::memory_order_relaxed);
+  if (idle_polls_ <= kIdlePollsBeforeSleep || !should_yield()) {
+    service_event_.wait_for(lock, kPollInterval);
+    return;
+  }
+  // Pairs with the load in wake(): either that load sees that this thread must be woken, or this
+  // thread sees the reason here.
+  asleep_.store(true, std::memory_order_seq_cst);
+  if (should_yield() && !service_now_ && pending_reports_.empty() &&
+      !stopped_.load(std::memory_order_seq_cst)) {
+    service_event_.wait(lock);
+  }
+  asleep_.store(false, std::memory_order_seq_cst);
+  idle_polls_ = 0;
+  --waits_seen_;  // not a count of waits: forces a poll next
+}
+
+void Mailbox::wake() {
+  if (asleep_.load(std::memory_order_seq_cst)) {
+    const std::lock_guard service_lock(
+        service_mutex_);  // so that it sleeps already, or checks again
+    service_event_.notify_one();
+  }
+}
+
+void Mailbox::service() {
+  SpinPolicy spin_policy = SpinPolicy::no_spin();  // computing threads need the core
+  const auto ready = [this] { return should_yield() || try_progress(); };
+  const auto peer_status = [this] { return recheck_peers(); };
+  while (!should_yield()) {
+    const Status status =
+        wait_until(message_event(group_.rank()), spin_policy, Bounds{}, ready, peer_status);
+    if (!status.ok()) {
+      const MailboxLock lock(*this);
+      fail_all(group_.abort(status));
+    }
+  }
+}
+
+void Mailbox::stop() {
+  {
+    const std::lock_guard service_lock(service_mutex_);
+    stopped_.store(true, std::memory_order_seq_cst);
+    service_event_.notify_all();
+  }
+  notify_always(message_event(group_.rank()));
+}
+
+void Mailbox::watch(const MessagePtr& message, Clock::time_point deadline) {
+  const MailboxLock lock(*this);
+  if (std::exchange(message->watched_, true)) {
+    return;
+  }
+  if (message->done()) {
+    report(message);
+    return;
+  }
+  message->deadline_ = deadline;
+  watched_.push_back(message);
+  const std::lock_guard service_lock(service_mutex_);
+  service_now_ = true;
+  service_event_.notify_one();
+}
+
+void Mailbox::report(const MessagePtr& message) {
+  {
+    const std::lock_guard service_lock(service_mutex_);
+    pending_reports_.push_back(message);
+    // Pairs with the load in should_yield().
+    has_reports_.store(true, std::memory_order_seq_cst);
+    service_event_.notify_one();
+  }
+  notify(message_event(group_.rank()));  // on either event that serve() sleeps on
+}
+
+// ---- records in the flight recorder ----
+
+MessagePtr Mailbox::begin_remote(Kind kind, std::size_t count, DType dtype,
+                                 std::int16_t global_rank, std::int32_t tag) {
+  auto message = std::make_shared<Message>(kind, nullptr, count, dtype, kAnySource, tag);
+  message->global_rank_ = global_rank;
+  const MailboxLock lock(*this);
+  begin_record(*message);
+  return message;
+}
+
+void Mailbox::begin_remote_wait(Message& message) {
+  const MailboxLock lock(*this);
+  begin_wait(message);
+}
+
+void Mailbox::end_remote(Message& message, Code outcome, std::int16_t global_rank) {
+  const MailboxLock lock(*this);
+  if (!message.done()) {
+    message.global_rank_ = global_rank;
+    message.status_.code = outcome;
+    end_record(message);
+    message.done_.store(true, std::memory_order_release);  // pairs with Message::done
+  }
+}
+
+std::int16_t Mailbox::global_rank_of(const Message& message) const {
+  return message.global_rank_ >= 0 ? message.global_rank_ : group_.global_rank(message.peer_);
+}
+
+void Mailbox::begin_record(Message& message) {
+  // Only the first operation that a broken group refuses is recorded; see Group::refuse.
+  if (group_.recorder_ != nullptr && failed_.ok()) {
+    message.record_ = group_.record_of(message.fingerprint(), {});
+    message.record_.peer = global_rank_of(message);
+    message.slot_ = group_.recorder_->begin(message.record_);
+  }
+}
+
+void Mailbox::begin_wait(Message& message) {
+  if (message.record_.number == 0 || message.done()) {
+    return;
+  }
+  message.wait_began_ = nanoseconds(Clock::now());
+  message.record_.waiting_for = global_rank_of(message);
+  if (message.slot_ >= 0) {
+    group_.recorder_->waiting_for(message.slot_, message.record_);
+  }
+}
+
+void Mailbox::end_record(Message& message) {
+  Record& record = message.record_;
+  if (record.number == 0) {
+    return;
+  }
+  record.end = nanoseconds(Clock::now());
+  record.outcome = message.status_.code;
+  record.peer = global_rank_of(message);
+  if (message.wait_began_ != 0) {
+    record.waited = record.end - message.wait_began_;
+    record.waiting_for = record.peer;
+  }
+  group_.recorder_->end(message.slot_, record);
 }
 
 }  // namespace phalanx

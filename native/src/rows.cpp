@@ -1,8 +1,6 @@
 #include "phalanx/rows.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -76,8 +74,12 @@ bool shares_pid_namespace(int pid) {
 
 }  // namespace
 
-Rows::Rows(std::byte* base, const RowsShape& shape, std::size_t bytes, int fd)
-    : base_(base), shape_(shape), bytes_(bytes), fd_(fd) {
+Rows::Rows(SealedMemory memory, const RowsShape& shape)
+    : memory_(std::move(memory)), shape_(shape) {
+  std::byte* base = memory_.base();
+  // Rows are accessed in random order. With large pages there are few TLB misses. If the machine
+  // allows none, this has no effect.
+  madvise(base, memory_.bytes(), MADV_HUGEPAGE);
   const Offsets o = offsets_for(shape);
   stride_ = o.stride;
   part_bytes_ = o.part_bytes;
@@ -87,53 +89,18 @@ Rows::Rows(std::byte* base, const RowsShape& shape, std::size_t bytes, int fd)
   backups_ = base + o.backups;
 }
 
-Rows::~Rows() {
-  munmap(base_, bytes_);
-  close_descriptor();
-}
-
-void Rows::close_descriptor() {
-  if (fd_ >= 0) {
-    ::close(std::exchange(fd_, -1));
-  }
-}
-
-std::unique_ptr<Rows> Rows::map(int fd, const RowsShape& shape, std::size_t bytes, Status& status) {
-  void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (base == MAP_FAILED) {
-    status = system_error(errno);
-    ::close(fd);
-    return nullptr;
-  }
-  // Rows are accessed in random order. With large pages there are few TLB misses. If the machine
-  // allows none, this has no effect.
-  madvise(base, bytes, MADV_HUGEPAGE);
-  return std::unique_ptr<Rows>(new Rows(static_cast<std::byte*>(base), shape, bytes, fd));
-}
-
 std::unique_ptr<Rows> Rows::create(const RowsShape& shape, std::uint64_t nonce, Status& status) {
   if (!valid(shape)) {
     status = system_error(EINVAL);
     return nullptr;
   }
   const std::size_t bytes = offsets_for(shape).end;
-  const int fd = memfd_create("phalanx-rows", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (fd < 0) {
-    status = system_error(errno);
+  auto memory = SealedMemory::create("phalanx-rows", bytes, status);
+  if (memory.base() == nullptr) {
     return nullptr;
   }
-  const int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
-  if (fchmod(fd, 0600) != 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0 ||
-      fcntl(fd, F_ADD_SEALS, seals) != 0) {
-    status = system_error(errno);
-    ::close(fd);
-    return nullptr;
-  }
-  auto created = map(fd, shape, bytes, status);
-  if (!created) {
-    return nullptr;
-  }
-  status = Segment::prefault(created->base_, bytes);
+  std::unique_ptr<Rows> created(new Rows(std::move(memory), shape));
+  status = prefault(created->memory_.base(), bytes);
   if (!status.ok()) {
     return nullptr;
   }
@@ -150,45 +117,33 @@ std::unique_ptr<Rows> Rows::create(const RowsShape& shape, std::uint64_t nonce, 
 }
 
 std::unique_ptr<Rows> Rows::open(int pid, int descriptor, std::uint64_t nonce, Status& status) {
-  char path[64];
-  std::snprintf(path, sizeof path, "/proc/%d/fd/%d", pid, descriptor);
-  // O_NONBLOCK: if the pid belongs to another process on this host, the path may be a pipe.
-  const int fd = ::open(path, O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
-  if (fd < 0) {
-    status = system_error(errno);
+  auto memory = SealedMemory::open(pid, descriptor, status);
+  if (memory.base() == nullptr) {
     return nullptr;
   }
-  RowsHeader header{};
-  struct stat info{};
-  const int seals = fcntl(fd, F_GET_SEALS);
-  const auto header_bytes = static_cast<ssize_t>(offsetof(RowsHeader, step));
+  memory.close_descriptor();
+  const std::size_t bytes = memory.bytes();
+  const RowsHeader& header = *reinterpret_cast<const RowsHeader*>(memory.base());
   RowsShape shape;
-  bool good = shares_pid_namespace(pid) && seals >= 0 && (seals & F_SEAL_SHRINK) != 0 &&
-              fstat(fd, &info) == 0 &&
-              pread(fd, &header, static_cast<std::size_t>(header_bytes), 0) == header_bytes &&
-              header.magic == kRowsMagic && header.version == kRowsVersion && header.nonce == nonce;
+  bool good = shares_pid_namespace(pid) && bytes >= sizeof header && header.magic == kRowsMagic &&
+              header.version == kRowsVersion && header.nonce == nonce;
   if (good) {
     shape = {.rows = header.rows,
              .width = header.width,
              .parts = header.parts,
              .dtype = static_cast<DType>(header.dtype)};
     good = header.dtype <= 0xff && valid(shape) && offsets_for(shape).end == header.bytes &&
-           info.st_size == static_cast<off_t>(header.bytes);
+           bytes == header.bytes;
   }
   if (!good) {
     status = system_error(EPROTO);
-    ::close(fd);
     return nullptr;
   }
-  auto opened = map(fd, shape, header.bytes, status);
-  if (opened) {
-    opened->close_descriptor();
-  }
-  return opened;
+  return std::unique_ptr<Rows>(new Rows(std::move(memory), shape));
 }
 
 RowWriter& Rows::writer(std::size_t slot) const {
-  return reinterpret_cast<RowWriter*>(base_ + kPage)[slot];
+  return reinterpret_cast<RowWriter*>(memory_.base() + kPage)[slot];
 }
 
 Rows::Word* Rows::words(std::uint32_t part, std::uint64_t row) const {

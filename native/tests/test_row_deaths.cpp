@@ -3,9 +3,10 @@
 #include <unistd.h>
 
 #include "few_rows.h"
-#include "row_faults.h"
+#include "process_faults.h"
 
 using namespace few_rows;
+using namespace process_faults;
 
 TEST(a_writer_killed_at_any_time_leaves_whole_rows) {
   const auto rows = few();

@@ -9,9 +9,10 @@
 #include <vector>
 
 #include "few_rows.h"
-#include "row_faults.h"
+#include "process_faults.h"
 
 using namespace few_rows;
+using namespace process_faults;
 
 namespace {
 

@@ -224,7 +224,7 @@ TEST(no_descriptor_and_no_mapping_leaks) {
 TEST(prefaulting_changes_nothing_and_fails_without_memory) {
   const auto segment = make(2);
   std::memset(segment->staging(1, 0), 0x5a, 2 * kChunkBytes);
-  CHECK(segment->prefault(segment->staging(1, 0), 2 * kChunkBytes).ok());
+  CHECK(prefault(segment->staging(1, 0), 2 * kChunkBytes).ok());
   bool same = true;
   for (std::size_t i = 0; i < 2 * kChunkBytes; ++i) {
     same = same && segment->staging(1, 0)[i] == std::byte{0x5a};
@@ -232,7 +232,7 @@ TEST(prefaulting_changes_nothing_and_fails_without_memory) {
   CHECK(same);
   // Unmapped pages cannot be allocated: this simulates a host without memory.
   CHECK_EQ(munmap(segment->staging(0, 0), kChunkBytes), 0);
-  const Status status = segment->prefault(segment->staging(0, 0), kChunkBytes);
+  const Status status = prefault(segment->staging(0, 0), kChunkBytes);
   CHECK_EQ(status.code, Code::out_of_memory);
   CHECK_EQ(status.error, ENOMEM);
 }

@@ -19,6 +19,7 @@ INLINE_BYTES: int
 CHUNK_BYTES: int
 RING_BYTES: int
 PAGE_BYTES: int
+MAX_BLOCKS: int
 
 def supports(dtype: int, op: int) -> bool:
     """Return whether a reduction operator is defined for a dtype."""
@@ -173,6 +174,83 @@ def coalesce_rows(
     output: tuple[int, int],
 ) -> int:
     """Sum gradients as `phalanx.embedding.batch.sum_gradients` does; return the row count."""
+
+def create_sealed_memory(name: str, size: int) -> int:
+    """Create memory that can no longer be resized; return its descriptor. Raises OSError."""
+
+class Lease:
+    """A block that this process has taken from another: a buffer of its bytes, writable.
+
+    The end of this object gives the block back, but not in a forked child.
+    """
+
+class LeaseSegment:
+    """A segment of blocks of one size, which its owner leases to other processes on its host.
+
+    Blocks and leases are identified by their numbers.
+    """
+
+    @staticmethod
+    def create(number: int, block_size: int, blocks: int, nonce: int) -> LeaseSegment:
+        """Create a segment; its pages are allocated when they are written. Raises OSError."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def descriptor(self) -> int: ...
+    @property
+    def leased(self) -> int:
+        """The number of blocks that are not free."""
+
+    @property
+    def used(self) -> int:
+        """The number of blocks that were ever leased."""
+
+    def lease(self, holder: int) -> tuple[int, int] | None:
+        """Lease a block to a process; return block and lease, or None if no block is free.
+
+        A copy must follow, which `write` or `finish` ends.
+        """
+
+    def write(self, block: int, lease: int, data: int, size: int) -> None:
+        """Copy data to a block, and end the copy."""
+
+    def view(self, block: int) -> Any:
+        """Return the memory of a block: uint8 with `__dlpack__`."""
+
+    def finish(self, block: int, lease: int, state: str) -> None:
+        """End a copy: "leased", "unwritten" if it was not made, "free" if no holder waits for it.
+
+        Does nothing if the copy had ended.
+        """
+
+    def take_back(self, block: int, holder: int | None) -> None:
+        """Free a block, once no copy is under way; if there is a `holder`, only if it is its."""
+
+    def take_back_all(self, holder: int) -> None:
+        """Free all blocks of a holder."""
+
+    def close_descriptor(self) -> None: ...
+
+class LeaseSegmentView:
+    """The segment of another process, mapped."""
+
+    @staticmethod
+    def open(pid: int, descriptor: int, nonce: int) -> LeaseSegmentView:
+        """Map a segment. Raises OSError (EPROTO: it is something else, or another's)."""
+
+    @property
+    def number(self) -> int: ...
+    def take(self, block: int, size: int, seconds: float) -> Any:
+        """Take a block that was leased to this process; wait up to `seconds` for its copy.
+
+        Returns the `Lease`, or the state of the block: "filling" if the copy is still under way,
+        "unwritten" if it was not made, "free" if the owner has leased no such block of that size.
+        """
 
 _RowsFailure = tuple[str, int, int, int] | None
 
@@ -351,16 +429,16 @@ class Group:
     def failure(self) -> Status | None:
         """Return the failure that broke the group; None if it is intact."""
 
-    def abort(self, why: str) -> Status | None:
+    def abort(self, reason: str) -> Status | None:
         """Break the group and wake all its ranks."""
 
-    def abort_deadlock(self, peer: int, why: str) -> Status | None:
+    def abort_deadlock(self, peer: int, reason: str) -> Status | None:
         """Break the group because its ranks wait for each other in several groups."""
 
-    def fail(self, wake: bool, why: str = "") -> None:
+    def fail(self, wake: bool, reason: str = "") -> None:
         """Announce that an exception ends this rank: its peers treat it as lost from now on.
 
-        `why` goes to the flight recorder, unless the group is broken.
+        `reason` goes to the flight recorder, unless the group is broken.
         """
 
     def is_failing(self, rank: int) -> bool:

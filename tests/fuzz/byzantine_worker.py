@@ -25,7 +25,7 @@ from phalanx.rpc.message import (
     TensorLocation,
     encode_frame,
 )
-from phalanx.rpc.shared_memory.sender import ShmSender
+from phalanx.rpc.shared_memory import ShmSender
 from phalanx.rpc.transport import local, remote
 
 __all__ = ["ByzantineWorker"]
@@ -71,7 +71,7 @@ class ByzantineWorker:
         self._file.truncate(2**33)
         self._memory = os.memfd_create("byzantine")
         segment = self._shm_sender._segments[64 * 2**10][0]
-        os.write(self._memory, bytes(segment.memory[:4096]))
+        os.write(self._memory, os.pread(segment.descriptor, 4096, 0))
         os.ftruncate(self._memory, segment.size)
 
     def send(self) -> None:
@@ -275,7 +275,7 @@ class ByzantineWorker:
         """Return a frame with invalid blocks and file descriptors."""
         segment = self._shm_sender._segments[64 * 2**10][0]
         descriptors = (
-            segment.fd, self._file.fileno(), self._memory, self._eventfd,
+            segment.descriptor, self._file.fileno(), self._memory, self._eventfd,
             self._random.randrange(64), self._random.choice(_NUMBERS),
         )  # fmt: skip
         descriptor = TensorDescriptor(

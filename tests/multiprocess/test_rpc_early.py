@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx import rpc
+from phalanx import _native, rpc
 from phalanx.errors import CallTimeout, PeerLost, PhalanxError
+from phalanx.rpc import shared_memory
 from phalanx.rpc.agent import agent
-from phalanx.rpc.shared_memory import sender
 from tests.ranks import RankServer
 from tests.rpc_training import limit_address_space, worker
 from tests.waiting import wait_for
@@ -63,20 +63,20 @@ def wait_until_all_returned(*workers: int) -> None:
 
 # ---- events during a copy ----
 
-REAL = sender._Segment.write
+REAL = shared_memory._write
 RESUME = threading.Event()
 
 
 def inject_before_copy(action: Callable[[], None]) -> None:
     """Call a function in this process just before the next copy of a large tensor."""
 
-    def fill(segment: Any, block: int, tensor: Tensor) -> None:
+    def write(segment: _native.LeaseSegment, block: int, lease: int, tensor: Tensor) -> None:
         if tensor.numel() >= SIZE:
-            sender._Segment.write = REAL  # type: ignore[method-assign]
+            shared_memory._write = REAL
             action()
-        REAL(segment, block, tensor)
+        REAL(segment, block, lease, tensor)
 
-    sender._Segment.write = fill  # type: ignore[method-assign]
+    shared_memory._write = write
 
 
 def die() -> None:
@@ -200,7 +200,7 @@ def delay_request() -> None:
     answers = list[float]()
     caller = threading.Thread(target=lambda: answers.append(rpc.rpc_sync(1, total, (large(1),))))
     caller.start()
-    wait_for(lambda: sender._Segment.write is REAL)
+    wait_for(lambda: shared_memory._write is REAL)
     for _ in range(20):
         assert rpc.rpc_sync(1, total, (large(2),)) == 2 * SIZE
     # One more is the thread that executes this call.

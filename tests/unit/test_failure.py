@@ -203,8 +203,8 @@ def operation(sequence: int, **fields: Any) -> dict[str, Any]:
 
 
 def recorder_content(**fields: Any) -> dict[str, Any]:
-    note = {"identity": 77, "name": "0", "left_at": "", "why": ""}
-    other = {"identity": 78, "name": "pipe\x1b[2J", "left_at": "", "why": ""}
+    note = {"identity": 77, "name": "0", "left_at": "", "abort_reason": ""}
+    other = {"identity": 78, "name": "pipe\x1b[2J", "left_at": "", "abort_reason": ""}
     known = {"ending": "", "exception": "", "groups": [note, other], "reports": []}
     return {**known, "open": [], "done": [], **fields}
 
@@ -353,7 +353,12 @@ def test_last_operation_of_a_dead_rank() -> None:
 
 
 def test_abort_reason() -> None:
-    note = {"identity": 77, "name": "0", "left_at": "/a/train.py:8", "why": "loss is NaN\n!"}
+    note = {
+        "identity": 77,
+        "name": "0",
+        "left_at": "/a/train.py:8",
+        "abort_reason": "loss is NaN\n!",
+    }
     _, text = explain(
         Status("aborted", reporter=3), Group(recorders={3: recorder_content(groups=[note])})
     )
@@ -380,7 +385,7 @@ def test_failure_of_several_hosts_has_one_kind_on_all_ranks(code: str, kept: str
     words = FailureFormatter(lambda: group)
     why = words.abort_reason(GroupFailure(code, "rank 3 waited for rank 0", 3, 0))
     group.recorders[3] = recorder_content(
-        groups=[{"identity": 77, "name": "0", "left_at": "", "why": why}]
+        groups=[{"identity": 77, "name": "0", "left_at": "", "abort_reason": why}]
     )
     assert words.explain(Status("aborted", reporter=3), 7.5) == (kept, "rank 3 waited for rank 0")
 
@@ -392,7 +397,7 @@ def test_abort_of_several_hosts() -> None:
         GroupFailure("aborted", "the group was aborted by rank 0: loss is NaN", 0)
     )
     group.recorders[3] = recorder_content(
-        groups=[{"identity": 77, "name": "0", "left_at": "", "why": why}]
+        groups=[{"identity": 77, "name": "0", "left_at": "", "abort_reason": why}]
     )
     code, text = words.explain(Status("aborted", reporter=3), 7.5)
     assert code == "aborted"

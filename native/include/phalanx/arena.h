@@ -14,6 +14,7 @@
 #include <mutex>
 #include <optional>
 
+#include "phalanx/sealed_memory.h"
 #include "phalanx/status.h"
 
 namespace phalanx {
@@ -37,7 +38,7 @@ class Arena {
   // Frees the pages; `data` came from allocate.
   void release(std::byte* data);
 
-  std::byte* base() const { return base_; }
+  std::byte* base() const { return memory_.base(); }
   // The number of allocated bytes.
   std::size_t in_use() const;
 
@@ -45,12 +46,10 @@ class Arena {
   Arena& operator=(const Arena&) = delete;
 
  private:
-  Arena(std::byte* base, std::size_t bytes, int fd);
+  explicit Arena(SealedMemory memory);
   static Arena* make(Status& status);
 
-  std::byte* base_;
-  std::size_t bytes_;
-  int fd_;
+  SealedMemory memory_;
   pid_t owner_;
   mutable std::mutex mutex_;
   std::map<std::size_t, std::size_t> free_;  // offset to size; neighbours are merged
@@ -62,17 +61,15 @@ class ArenaView {
  public:
   // Null with `system` and errno if it fails.
   static std::shared_ptr<const ArenaView> open(int pid, int descriptor, Status& status);
-  ~ArenaView();
   ArenaView(const ArenaView&) = delete;
   ArenaView& operator=(const ArenaView&) = delete;
 
-  std::byte* at(std::uint64_t offset) const { return base_ + offset; }
+  std::byte* at(std::uint64_t offset) const { return memory_.base() + offset; }
 
  private:
-  ArenaView(std::byte* base, std::size_t bytes) : base_(base), bytes_(bytes) {}
+  explicit ArenaView(SealedMemory memory) : memory_(std::move(memory)) {}
 
-  std::byte* base_;
-  std::size_t bytes_;
+  SealedMemory memory_;
 };
 
 }  // namespace phalanx

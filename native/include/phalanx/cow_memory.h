@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "phalanx/sealed_memory.h"
 #include "phalanx/status.h"
 
 namespace phalanx {
@@ -33,13 +34,13 @@ class CowMemory {
   CowMemory(const CowMemory&) = delete;
   CowMemory& operator=(const CowMemory&) = delete;
 
-  std::byte* shared_view() const { return shared_; }
+  std::byte* shared_view() const { return shared_.base(); }
   std::byte* private_view() const { return private_; }
   // In whole pages.
-  std::size_t bytes() const { return bytes_; }
-  int descriptor() const { return fd_; }
+  std::size_t bytes() const { return shared_.bytes(); }
+  int descriptor() const { return shared_.descriptor(); }
   // Call it once all processes have opened the memory, which lives as long as it is mapped.
-  void close_descriptor();
+  void close_descriptor() { shared_.close_descriptor(); }
 
   // Ranges are in bytes, and consist of whole pages.
 
@@ -51,13 +52,11 @@ class CowMemory {
   std::size_t drop(std::size_t offset, std::size_t bytes, PageFinder finder = PageFinder::scan);
 
  private:
-  CowMemory(std::byte* shared, std::byte* priv, std::size_t bytes, int fd);
-  static std::unique_ptr<CowMemory> map(int fd, std::size_t bytes, Status& status);
+  CowMemory(SealedMemory shared, std::byte* priv) : shared_(std::move(shared)), private_(priv) {}
+  static std::unique_ptr<CowMemory> map(SealedMemory shared, Status& status);
 
-  std::byte* shared_;
+  SealedMemory shared_;
   std::byte* private_;
-  std::size_t bytes_;
-  int fd_;
 };
 
 }  // namespace phalanx

@@ -128,8 +128,8 @@ struct GroupEntry {
   std::int32_t size;
   std::int32_t reserved;
   Text<88> name;
-  Text<128> members;  // ranks in the job: "0-3,6"; empty: too many
-  Text<640> why;      // why this rank aborted it; holds a deadlock of six ranks
+  Text<128> members;       // ranks in the job: "0-3,6"; empty: too many
+  Text<640> abort_reason;  // why this rank aborted it; holds a deadlock of six ranks
 };
 static_assert(sizeof(GroupEntry) == 896);
 
@@ -204,7 +204,7 @@ class FlightRecorder {
   std::uint16_t add_group(int rank, int size);
   GroupEntry* group(std::uint16_t id);
   static void name_group(GroupEntry& entry, std::string_view name, std::string_view members);
-  static void set_why(GroupEntry& entry, std::string_view why);
+  static void set_abort_reason(GroupEntry& entry, std::string_view reason);
 
   // Numbers an operation and records it as under way. Returns its slot, -1 if all are in use.
   int begin(Record& record);

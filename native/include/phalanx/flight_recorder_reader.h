@@ -23,7 +23,7 @@ struct RecordedGroup {
   std::string left_at;
   std::string name;
   std::string members;
-  std::string why;
+  std::string abort_reason;
 };
 
 struct RecordedReport {

@@ -96,9 +96,9 @@ class Group {
   // Breaks the group on all its ranks. The first failure wins, and all ranks report it. Returns the
   // status to report here. Without `wake`, sleepers notice when their slice ends, which leaves time
   // to break other groups first.
-  Status abort(Status why, bool wake = true);
+  Status abort(Status reason, bool wake = true);
   // Returns the status of a collective that failed: breaks the group, and records the outcome.
-  Status fail_collective(const Status& why) { return record_outcome(abort(why)); }
+  Status fail_collective(const Status& reason) { return record_outcome(abort(reason)); }
   // Ok, or the reason why the group is broken.
   Status failure() const;
   // Announces that an exception ends this process: for its peers it is lost from now on. A process
@@ -140,7 +140,7 @@ class Group {
   void begin_record(const Fingerprint& own, const Bounds& bounds);
   // Refuses a collective because the group is broken. Only the first refusal is recorded: endless
   // attempts must not push earlier records out of the flight recorder.
-  Status refuse(Fingerprint own, const Bounds& bounds, const Status& why);
+  Status refuse(Fingerprint own, const Bounds& bounds, const Status& reason);
   void begin_wait(int peer);
   void end_wait(int peer, Clock::duration waited);
   void begin_wait_for(std::int16_t global_rank);

@@ -37,6 +37,7 @@
 #include <memory>
 
 #include "phalanx/reduce.h"
+#include "phalanx/sealed_memory.h"
 #include "phalanx/segment.h"
 #include "phalanx/status.h"
 
@@ -148,20 +149,19 @@ class Rows {
   // EPROTO if it is something else, has another nonce, or belongs to a process in another pid
   // namespace.
   static std::unique_ptr<Rows> open(int pid, int descriptor, std::uint64_t nonce, Status& status);
-  ~Rows();
   Rows(const Rows&) = delete;
   Rows& operator=(const Rows&) = delete;
 
   const RowsShape& shape() const { return shape_; }
-  std::size_t bytes() const { return bytes_; }
+  std::size_t bytes() const { return memory_.bytes(); }
   // The distance of two rows in bytes.
   std::size_t stride() const { return stride_; }
   // The memory of all rows of a part. Writing to it directly requires that no other process
   // accesses the table.
   std::byte* part(std::uint32_t part) const { return values_ + part * part_bytes_; }
-  int descriptor() const { return fd_; }
+  int descriptor() const { return memory_.descriptor(); }
   // Call it once all processes have opened the table, which lives as long as it is mapped.
-  void close_descriptor();
+  void close_descriptor() { memory_.close_descriptor(); }
   std::size_t row_bytes() const { return shape_.width * size_of(shape_.dtype); }
   // The number of updates.
   std::uint64_t step() const { return header().step.load(std::memory_order_relaxed); }
@@ -191,11 +191,9 @@ class Rows {
   friend class RowWriterSlot;
   using Word = std::atomic<std::uint64_t>;
 
-  Rows(std::byte* base, const RowsShape& shape, std::size_t bytes, int fd);
-  static std::unique_ptr<Rows> map(int fd, const RowsShape& shape, std::size_t bytes,
-                                   Status& status);
+  Rows(SealedMemory memory, const RowsShape& shape);
 
-  RowsHeader& header() const { return *reinterpret_cast<RowsHeader*>(base_); }
+  RowsHeader& header() const { return *reinterpret_cast<RowsHeader*>(memory_.base()); }
   RowWriter& writer(std::size_t slot) const;
   Word& lock(std::uint64_t row) const { return reinterpret_cast<Word*>(locks_)[row & lock_mask_]; }
   Word* words(std::uint32_t part, std::uint64_t row) const;
@@ -217,16 +215,14 @@ class Rows {
   RowsResult update_as(const RowList& list, const T* gradients, const OptimizerStep& step,
                        Timeout timeout);
 
-  std::byte* base_;
+  SealedMemory memory_;
   RowsShape shape_;
   std::size_t stride_;
-  std::size_t bytes_;
   std::byte* locks_;
   std::uint64_t lock_mask_;
   std::byte* values_;
   std::size_t part_bytes_;
   std::byte* backups_;
-  int fd_;
 };
 
 }  // namespace phalanx

@@ -1,8 +1,6 @@
 // The shared memory of a group on a host.
 //
-// One rank creates it (a memfd: nothing to unlink, and it disappears with its last process). The
-// others open it through /proc/<pid>/fd/<fd> and check magic, layout version, size and nonce. It is
-// sealed against shrinking and growing, since a truncated file would cause a SIGBUS in its peers.
+// One rank creates it. The others open it, and check magic, layout version, size and nonce.
 //
 // Layout, each part on a page boundary:
 //   Header | RankControl x ranks | inline buffers: 2 x ranks | staging: ranks | Channel x ranks^2
@@ -16,13 +14,13 @@
 #include <memory>
 
 #include "phalanx/fingerprint.h"
+#include "phalanx/sealed_memory.h"
 #include "phalanx/status.h"
 
 namespace phalanx {
 
 inline constexpr std::uint64_t kMagic = 0x584e414c41485001;  // "\1PHALANX"
 inline constexpr std::uint32_t kLayoutVersion = 2;
-inline constexpr std::size_t kPage = 4096;
 inline constexpr std::size_t kCacheLine = 64;
 inline constexpr int kMaxRanks = 512;
 
@@ -112,7 +110,6 @@ class Segment {
   // The chunk size for this number of ranks, given the cores that this process may use.
   static std::size_t fitting_chunk(int ranks);
 
-  ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
@@ -120,8 +117,8 @@ class Segment {
   // The chunk size of this group, chosen by its creator and the same on all ranks.
   std::size_t chunk_bytes() const { return header().chunk_bytes; }
   // The creator's descriptor, for peers to open; -1 elsewhere and after close_descriptor().
-  int descriptor() const { return fd_; }
-  void close_descriptor();
+  int descriptor() const { return memory_.descriptor(); }
+  void close_descriptor() { memory_.close_descriptor(); }
 
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
   RankControl& control(int rank) const;
@@ -129,20 +126,12 @@ class Segment {
   std::byte* staging(int rank, std::uint64_t chunk) const;
   Channel& channel(int source, int destination) const;
 
-  // Allocates the pages of [start, start + bytes) of shared memory now, so that lack of memory
-  // causes an error here and not a signal later. Never changes data that a peer may be writing
-  // there.
-  static Status prefault(void* start, std::size_t bytes);
-
  private:
-  Segment(std::byte* base, std::size_t bytes, int fd, bool mapped)
-      : base_(base), bytes_(bytes), fd_(fd), mapped_(mapped) {}
-  static std::unique_ptr<Segment> map(int fd, std::size_t bytes, Status& status);
+  explicit Segment(SealedMemory memory) : memory_(std::move(memory)), base_(memory_.base()) {}
+  explicit Segment(std::byte* base) : base_(base) {}
 
+  SealedMemory memory_;  // none in a view of another object's
   std::byte* base_;
-  std::size_t bytes_;
-  int fd_;
-  bool mapped_;  // by this object, which unmaps it
 };
 
 }  // namespace phalanx

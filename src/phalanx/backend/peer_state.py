@@ -61,15 +61,15 @@ def format_leaving_site(group: _native.Group, rank: int) -> str:
 def abort_reason(group: _native.Group, rank: int) -> str:
     """Return the reason that a rank gave for aborting the group; empty if it gave none."""
     group_record = _group_record(group, rank)
-    return escape(group_record["why"], _MAX_TEXT_LENGTH) if group_record else ""
+    return escape(group_record["abort_reason"], _MAX_TEXT_LENGTH) if group_record else ""
 
 
 def exit_exception(group: _native.Group, rank: int) -> str:
     """Return the exception that ended a rank's process or session; empty if none did."""
     group_record = _group_record(group, rank)
     # The end of the session takes precedence over that of the process.
-    if group_record and group_record["why"].startswith(SESSION_ENDED):
-        return escape(group_record["why"].removeprefix(SESSION_ENDED), _MAX_TEXT_LENGTH)
+    if group_record and group_record["abort_reason"].startswith(SESSION_ENDED):
+        return escape(group_record["abort_reason"].removeprefix(SESSION_ENDED), _MAX_TEXT_LENGTH)
     recorder = _read_recorder(group, rank)
     return (
         escape(recorder["exception"], _MAX_TEXT_LENGTH)

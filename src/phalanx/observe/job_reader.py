@@ -315,9 +315,7 @@ def _build_rank(number: int, recorder: dict[str, Any], start: model.Start | None
 
 
 def _build_group(group: dict[str, Any]) -> model.Group:
-    fields = {**group, "members": _parse_members(group), "abort_reason": group["why"]}
-    del fields["why"]
-    return model.Group(**fields)
+    return model.Group(**{**group, "members": _parse_members(group)})
 
 
 def _parse_members(group: dict[str, Any]) -> tuple[int, ...]:

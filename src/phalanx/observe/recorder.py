@@ -6,7 +6,6 @@ most of it; this module adds training progress and how the process ends.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import multiprocessing
 import multiprocessing.util
@@ -333,10 +332,9 @@ def _open_file(directory: JobDirectory, job: _JobSettings) -> None:
 
 
 def _open_memory(job: _JobSettings) -> None:
-    descriptor = os.memfd_create("phalanx-recorder", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.posix_fallocate(descriptor, 0, _native.flight_recorder_bytes())
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    size = _native.flight_recorder_bytes()
+    descriptor = _native.create_sealed_memory("phalanx-recorder", size)
+    os.posix_fallocate(descriptor, 0, size)
     _adopt(descriptor, job, "")
 
 

@@ -30,8 +30,7 @@ from phalanx.rpc.reference_counting import (
     ReleaseNotifier,
     clear_frames,
 )
-from phalanx.rpc.shared_memory.receiver import CopyTimeout
-from phalanx.rpc.shared_memory.sender import DeferredCopies, ShmSender
+from phalanx.rpc.shared_memory import CopyTimeout, DeferredCopies, ShmSender
 from phalanx.rpc.transport.local import HANDSHAKE_TIMEOUT, LocalConnection, connect
 
 if TYPE_CHECKING:
@@ -190,7 +189,7 @@ class Agent:
         except PhalanxError as error:
             raise peer.connection_error(description, error) from None
         try:
-            copies = DeferredCopies(self.shm_sender)
+            copies = DeferredCopies()
             frames = self.codec.encode(kind, peer, call, body, description, copies=copies)
         except BaseException:
             peer.return_connection(connection)
@@ -239,7 +238,7 @@ class Agent:
             )
             return future
         call = next(self._calls)
-        copies = DeferredCopies(self.shm_sender)
+        copies = DeferredCopies()
         frames = self.codec.encode(kind, peer, call, body, description, extra, copies)
         self.count_activity(kind)
         peer.pending[call] = PendingFuture(

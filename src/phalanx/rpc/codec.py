@@ -23,7 +23,7 @@ from phalanx.rpc.message import (
     span,
 )
 from phalanx.rpc.pickling import PickleContext, deserialize, serialize
-from phalanx.rpc.shared_memory.receiver import (
+from phalanx.rpc.shared_memory import (
     CopyFailure,
     CopyTimeout,
     MappingFailure,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from phalanx.rpc.message import Frames
     from phalanx.rpc.peer import Peer
     from phalanx.rpc.pickling import AutogradHook
-    from phalanx.rpc.shared_memory.sender import DeferredCopies, ShmSender
+    from phalanx.rpc.shared_memory import DeferredCopies, ShmSender
 
 __all__ = ["MessageCodec", "TensorsUnavailable"]
 

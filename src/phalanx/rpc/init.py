@@ -30,7 +30,7 @@ from phalanx.rpc.functions import end_at_first_failure
 from phalanx.rpc.message import Kind
 from phalanx.rpc.peer import Peer
 from phalanx.rpc.server import RpcServer
-from phalanx.rpc.shared_memory.sender import ShmSender
+from phalanx.rpc.shared_memory import ShmSender
 from phalanx.rpc.transport.local import HANDSHAKE_TIMEOUT
 from phalanx.rpc.workers import WorkerInfo, WorkerRecord
 

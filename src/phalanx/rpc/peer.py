@@ -68,7 +68,7 @@ class Peer:
         self.info, self.record, self.id = info, record, info.id
         self._description = f"worker {info.name!r} (id {info.id}, {record.process})"
         self.is_local, self.same_main, self.address = is_local, same_main, address
-        self.nonce = bytes.fromhex(record.nonce)
+        self.nonce = int(record.nonce, 16)
         self.loss_reason = ""
         """The reason for the loss of the worker; empty if it is not lost."""
         self.has_left = False

@@ -15,7 +15,7 @@ from phalanx.errors import ArgumentTypeError, RemoteError, UsageError
 from phalanx.rpc.functions import ASYNC_EXECUTION_MARK, FutureResult
 from phalanx.rpc.message import ANSWERS, Kind, Malformed
 from phalanx.rpc.reference_counting import RefCountDelta, RRefId
-from phalanx.rpc.shared_memory.sender import DeferredCopies
+from phalanx.rpc.shared_memory import DeferredCopies
 from phalanx.rpc.transport.local import Acceptor, LocalConnection
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class _Reply:
         if self.agent.is_closed:
             return
         with torch.set_grad_enabled(self.grad):
-            copies = DeferredCopies(self.agent.shm_sender)
+            copies = DeferredCopies()
             frames = self.agent.codec.encode(
                 Kind.RESULT, self.peer, self.message.call, value, "the result", copies=copies
             )

@@ -27,13 +27,14 @@ from torch.distributed import (  # type: ignore[attr-defined] # exported at run 
 from phalanx import env, key
 from phalanx.address import local_address
 from phalanx.errors import ArgumentTypeError, PhalanxError, UsageError
+from phalanx.rpc.shared_memory import can_map
 from phalanx.rpc.transport import local
-from phalanx.system.host_identity import has_content, host_identity
+from phalanx.system.host_identity import host_identity
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-    from phalanx.rpc.shared_memory.sender import ShmSender
+    from phalanx.rpc.shared_memory import ShmSender
 
 __all__ = [
     "WorkerInfo",
@@ -123,8 +124,7 @@ class WorkerRecord:
         """Return whether this process and the worker can share memory, or could while it lived."""
         if self.machine != own.machine:
             return False
-        is_proved = has_content(self.pid, self.fd, bytes.fromhex(self.nonce))
-        return is_proved or _has_ended(self.pid)
+        return can_map(self.pid, self.fd, int(self.nonce, 16)) or _has_ended(self.pid)
 
 
 def make_record(name: object, shm_sender: ShmSender) -> WorkerRecord:
@@ -141,7 +141,7 @@ def make_record(name: object, shm_sender: ShmSender) -> WorkerRecord:
         f"{host_identity('pid', 'net')} {env.host_id()}",
         f"phalanx-rpc-{secrets.token_hex(16)}",
         shm_sender.probe,
-        shm_sender.nonce.hex(),
+        f"{shm_sender.nonce:x}",
         _main_digest(),
     )
 

@@ -1,14 +1,16 @@
-// Processes that are killed or stopped while they write a row.
+// Processes that are killed or stopped at a step of a call.
 #pragma once
 
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <string_view>
 
-#include "few_rows.h"
+#include "check.h"
+#include "phalanx/hooks.h"
 
-namespace few_rows {
+namespace process_faults {
 
 inline void end(pid_t child, int signal = 0) {
   if (signal != 0) kill(child, signal);
@@ -20,7 +22,7 @@ inline void end(pid_t child, int signal = 0) {
 inline int steps_left = 0;
 inline int last_signal = SIGKILL;
 
-// Kills or stops this process before one of its steps; single words are not counted.
+// Kills or stops this process before one of its steps; the words of a row are not counted.
 inline void inject_fault(const char* step) {
   if (std::string_view(step).starts_with("rows: word")) return;
   if (steps_left-- == 0) raise(last_signal);
@@ -34,7 +36,7 @@ pid_t run_with_fault(int step, int signal, Body&& body) {
   if (child == 0) {
     steps_left = step;
     last_signal = signal;
-    step_hook.store(&inject_fault);
+    phalanx::step_hook.store(&inject_fault);
     body();
     _exit(0);
   }
@@ -49,4 +51,4 @@ pid_t run_with_fault(int step, int signal, Body&& body) {
 }
 #endif
 
-}  // namespace few_rows
+}  // namespace process_faults

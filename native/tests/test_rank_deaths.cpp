@@ -2,11 +2,11 @@
 // others report the lost rank soon and leak nothing, and results that were reported as ok are
 // right.
 //
-//   test_kills                            every step x rank x operation at 2 and 3 ranks, in one of
-//                                         the orders of beginning, and some second deaths;
-//                                         1000 random cases
-//   test_kills --all --random 100000      the same in every order, and every second death
-//   test_kills --case '...'               one case, as a failure prints it
+//   test_rank_deaths                         every step x rank x operation at 2 and 3 ranks, in one
+//                                            of the orders of beginning, and some second deaths;
+//                                            1000 random cases
+//   test_rank_deaths --all --random 100000   the same in every order, and every second death
+//   test_rank_deaths --case '...'            one case, as a failure prints it
 #include <algorithm>
 #include <map>
 #include <random>
@@ -166,7 +166,8 @@ Options parse(int argc, char** argv) {
       options.workers = 1;
     } else {
       std::fputs(
-          "usage: test_kills [--all] [--random N] [--seed N] [--workers N] [--only OPERATION]\n"
+          "usage: test_rank_deaths [--all] [--random N] [--seed N] [--workers N] [--only "
+          "OPERATION]\n"
           "                  [--case '...']\n",
           stderr);
       std::exit(2);
