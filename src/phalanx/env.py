@@ -2,8 +2,9 @@
 
 `VARIABLES` is the documentation. Phalanx's Python code reads a variable that can be malformed only
 through the functions below. They raise `ValueError` with a message that names the variable, its
-value and the expected value; callers turn it into `phalanx.errors.UsageError`. This module imports
-neither torch nor any other module of the package.
+value and the expected value; callers turn it into `phalanx.errors.UsageError`. An argument
+`environ` is the environment to read. This module imports neither torch nor any other module of the
+package.
 """
 
 import os
@@ -283,7 +284,7 @@ def integer(
     *,
     minimum: int,
     maximum: int | None = None,
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> int | None:
     """Read an integer variable; None if it is unset or empty.
 
@@ -291,12 +292,12 @@ def integer(
         name: The name of the variable.
         minimum: The smallest value allowed.
         maximum: The largest value allowed; None for no limit.
-        environ: The environment to read; default `os.environ`.
+        environ: The environment to read.
 
     Raises:
         ValueError: The value is not an integer, or is out of range.
     """
-    text = (os.environ if environ is None else environ).get(name, "").strip()
+    text = environ.get(name, "").strip()
     if not text:
         return None
     expected = f"an integer from {minimum}" + (" up" if maximum is None else f" to {maximum}")
@@ -309,16 +310,12 @@ def integer(
     return value
 
 
-def assigned_ranks(environ: Mapping[str, str] | None = None) -> RankAssignment | None:
+def assigned_ranks(environ: Mapping[str, str] = os.environ) -> RankAssignment | None:
     """Read the ranks and world sizes set by a launcher; None if there is no launcher.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
 
     Raises:
         ValueError: Some of the variables are missing, are not integers, or contradict each other.
     """
-    environ = os.environ if environ is None else environ
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if not environ.get(name, "").strip()]
     if len(missing) == len(needed):
@@ -343,30 +340,21 @@ def assigned_ranks(environ: Mapping[str, str] | None = None) -> RankAssignment |
     return RankAssignment(rank, world_size, rank if local_rank is None else local_rank, local_size)
 
 
-def launcher(environ: Mapping[str, str] | None = None) -> str:
+def launcher(environ: Mapping[str, str] = os.environ) -> str:
     """Return "mpi" or "slurm" if that launcher started this process, else "".
 
     A process that `mpirun` started inside of Slurm has the variables of both, and those of Slurm
     describe `mpirun`'s own processes. A process that `srun` started may have some of MPI's.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
     """
-    environ = os.environ if environ is None else environ
-    if "OMPI_COMM_WORLD_SIZE" in environ or "MPI_LOCALNRANKS" in environ:
+    if "OMPI_COMM_WORLD_SIZE" in os.environ or "MPI_LOCALNRANKS" in environ:
         return "mpi"
-    if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ:
+    if "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in environ:
         return "slurm"
     return "mpi" if mpi_launcher(environ) else ""
 
 
-def mpi_launcher(environ: Mapping[str, str] | None = None) -> str:
-    """Return the MPI that launched this process: "Open MPI", "MPICH" or "MPI"; empty if none did.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
-    """
-    environ = os.environ if environ is None else environ
+def mpi_launcher(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the MPI that started this process: "Open MPI", "MPICH" or "MPI"; empty if none did."""
     if "OMPI_COMM_WORLD_SIZE" in environ:
         return "Open MPI"
     if "MPI_LOCALNRANKS" in environ:
@@ -374,16 +362,13 @@ def mpi_launcher(environ: Mapping[str, str] | None = None) -> str:
     return "MPI" if {"PMI_SIZE", "PMIX_RANK"} & environ.keys() else ""
 
 
-def job(environ: Mapping[str, str] | None = None) -> str | None:
+def job(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the job that `PHALANX_JOB` names, or `NO_JOB`; None if it is unset or empty.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
 
     Raises:
         ValueError: The value is not the name of a job.
     """
-    text = (os.environ if environ is None else environ).get("PHALANX_JOB", "")
+    text = environ.get("PHALANX_JOB", "")
     if not text or text == NO_JOB or JOB_NAME.fullmatch(text):
         return text or None
     raise ValueError(
@@ -392,16 +377,12 @@ def job(environ: Mapping[str, str] | None = None) -> str | None:
     )
 
 
-def jobs_directory(environ: Mapping[str, str] | None = None) -> str:
+def jobs_directory(environ: Mapping[str, str] = os.environ) -> str:
     """Return the absolute path of the directory of all jobs' directories, which may not exist.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
 
     Raises:
         ValueError: `PHALANX_JOBS_DIR` is not an absolute path.
     """
-    environ = os.environ if environ is None else environ
     configured = environ.get("PHALANX_JOBS_DIR", "")
     if configured and not os.path.isabs(configured):
         raise ValueError(
@@ -414,11 +395,8 @@ def jobs_directory(environ: Mapping[str, str] | None = None) -> str:
     return configured.rstrip("/") or os.path.join(temporary, f"phalanx-{os.geteuid()}")
 
 
-def jobs_kept(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
+def jobs_kept(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """Return the number of ended jobs to keep, and the bytes that they may take together.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
 
     Raises:
         ValueError: One of the two variables is not an integer, or is negative.
@@ -448,38 +426,28 @@ def backend_names(text: str, source: str) -> tuple[str, ...]:
     return names
 
 
-def replaced_backends(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+def replaced_backends(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Return the backends that `PHALANX_REPLACE` names; none if it is unset or empty.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
 
     Raises:
         ValueError: It names a backend that cannot be replaced.
     """
-    text = (os.environ if environ is None else environ).get("PHALANX_REPLACE", "")
+    text = environ.get("PHALANX_REPLACE", "")
     return backend_names(text, "PHALANX_REPLACE in the environment") if text.strip() else ()
 
 
-def tunnel_host(environ: Mapping[str, str] | None = None) -> str:
-    """Return the host that `PHALANX_TUNNEL_HOST` names; empty if it is unset.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
-    """
-    return (os.environ if environ is None else environ).get("PHALANX_TUNNEL_HOST", "")
+def tunnel_host() -> str:
+    """Return the host that `PHALANX_TUNNEL_HOST` names; empty if it is unset."""
+    return os.environ.get("PHALANX_TUNNEL_HOST", "")
 
 
-def relay(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
+def relay() -> tuple[str, str]:
     """Return "listen" or "connect", and a socket's path, of `PHALANX_RELAY`; empty if it is unset.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
 
     Raises:
         ValueError: The value has another form.
     """
-    text = (os.environ if environ is None else environ).get("PHALANX_RELAY", "")
+    text = os.environ.get("PHALANX_RELAY", "")
     mode, _, path = text.partition(":")
     if text and (mode not in ("listen", "connect") or not path):
         raise ValueError(
@@ -489,16 +457,13 @@ def relay(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
     return mode, path
 
 
-def advertised_address(environ: Mapping[str, str] | None = None) -> tuple[str, int]:
+def advertised_address() -> tuple[str, int]:
     """Return host and port of `PHALANX_ADVERTISE_ADDR`; without them, an empty host and port 0.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
 
     Raises:
         ValueError: The value is neither HOST nor HOST:PORT.
     """
-    text = (os.environ if environ is None else environ).get("PHALANX_ADVERTISE_ADDR", "").strip()
+    text = os.environ.get("PHALANX_ADVERTISE_ADDR", "").strip()
     match = _ADDRESS.fullmatch(text)
     port = int(match["port"] or 0) if match else 0
     if text and (not match or port > 65535 or match["port"] == "0"):
@@ -509,42 +474,26 @@ def advertised_address(environ: Mapping[str, str] | None = None) -> tuple[str, i
     return (match["six"] or match["host"], port) if text and match else ("", 0)
 
 
-def key(environ: Mapping[str, str] | None = None) -> tuple[int | None, str]:
+def key() -> tuple[int | None, str]:
     """Return the inherited descriptor of the job's key, or None, and the path of its key file.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
 
     Raises:
         ValueError: `PHALANX_KEY_FD` is not a descriptor.
     """
-    environ = os.environ if environ is None else environ
-    descriptor = integer("PHALANX_KEY_FD", minimum=0, environ=environ)
-    return descriptor, environ.get("PHALANX_KEY_FILE", "")
+    descriptor = integer("PHALANX_KEY_FD", minimum=0)
+    return descriptor, os.environ.get("PHALANX_KEY_FILE", "")
 
 
-def host_id(environ: Mapping[str, str] | None = None) -> str:
-    """Return the host that `PHALANX_HOST_ID` names; empty if it is unset.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
-    """
-    return (os.environ if environ is None else environ).get("PHALANX_HOST_ID", "")
+def host_id() -> str:
+    """Return the host that `PHALANX_HOST_ID` names; empty if it is unset."""
+    return os.environ.get("PHALANX_HOST_ID", "")
 
 
-def transport(environ: Mapping[str, str] | None = None) -> str:
-    """Return the transport that `PHALANX_TRANSPORT` names, in lower case; empty if it is unset.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
-    """
-    return (os.environ if environ is None else environ).get("PHALANX_TRANSPORT", "").strip().lower()
+def transport() -> str:
+    """Return the transport that `PHALANX_TRANSPORT` names, in lower case; empty if it is unset."""
+    return os.environ.get("PHALANX_TRANSPORT", "").strip().lower()
 
 
-def interface(environ: Mapping[str, str] | None = None) -> str:
-    """Return the interface or address that `PHALANX_INTERFACE` names; empty if it is unset.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
-    """
-    return (os.environ if environ is None else environ).get("PHALANX_INTERFACE", "").strip()
+def interface() -> str:
+    """Return the interface or address that `PHALANX_INTERFACE` names; empty if it is unset."""
+    return os.environ.get("PHALANX_INTERFACE", "").strip()

@@ -27,7 +27,7 @@ from phalanx.transports import TransportError
 from phalanx.transports.mpi import MAX_EAGER_BYTES, MpiProgressThread, get_progress_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
 __all__ = ["assigned_ranks", "local_rank_and_size", "rendezvous_handler"]
 
@@ -91,9 +91,7 @@ def assigned_ranks(seconds: float) -> env.RankAssignment:
     return env.RankAssignment(world.rank, world.size, *local_rank_and_size(world.rank, world.size))
 
 
-def local_rank_and_size(
-    rank: int, world_size: int, environ: Mapping[str, str] | None = None
-) -> tuple[int, int]:
+def local_rank_and_size(rank: int, world_size: int) -> tuple[int, int]:
     """Return the local rank and the number of ranks on this host.
 
     Both come from the variables of `mpirun`. If they are missing, all ranks are assumed to be on
@@ -102,15 +100,14 @@ def local_rank_and_size(
     Args:
         rank: The rank of this process.
         world_size: The number of ranks.
-        environ: The environment to read; by default `os.environ`.
 
     Raises:
         ValueError: A variable is not an integer or is out of range.
     """
     for rank_variable, size_variable in _LOCAL_VARIABLES:
-        size = env.integer(size_variable, minimum=1, maximum=world_size, environ=environ)
+        size = env.integer(size_variable, minimum=1, maximum=world_size)
         if size is not None:
-            local = env.integer(rank_variable, minimum=0, maximum=size - 1, environ=environ)
+            local = env.integer(rank_variable, minimum=0, maximum=size - 1)
             if local is not None:
                 return local, size
     return rank, world_size

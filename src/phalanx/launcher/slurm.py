@@ -61,16 +61,15 @@ class SlurmStep:
     """The name of the last node, which the first one can reach; empty if there is one node."""
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> SlurmStep:
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> SlurmStep:
         """Read the variables that `srun` has set.
 
         Args:
-            environ: The environment to read; by default `os.environ`.
+            environ: The environment to read.
 
         Raises:
             ValueError: A variable is missing or malformed.
         """
-        environ = os.environ if environ is None else environ
         tasks = _require_integer(environ, "SLURM_STEP_NUM_TASKS", 1)
         rank = _require_integer(environ, "SLURM_PROCID", 0, tasks - 1)
         counts = _tasks_per_node(environ, tasks)
