@@ -33,7 +33,6 @@ from phalanx.errors import LaunchError, UsageError
 from phalanx.launcher import rank_bootstrap
 from phalanx.launcher.failures import (
     CONSEQUENCE,
-    GRACE,
     STOPPED,
     Failure,
     RemoteFailure,
@@ -41,6 +40,7 @@ from phalanx.launcher.failures import (
     find_root_cause,
     format_report,
     is_remote_cause,
+    may_have_unknown_cause,
 )
 from phalanx.launcher.host_resources import check_host
 from phalanx.launcher.job_coordinator import AbsentHostError, Agreement, JobCoordinator, agree
@@ -357,9 +357,8 @@ class _Agent(LocalElasticAgent):
 
     def _may_have_unknown_cause(self, group: WorkerGroup, failures: Sequence[Failure]) -> bool:
         """Return whether the failures here may have a cause, on any host, that is not known yet."""
-        cause = find_root_cause(failures)
         others = self.coordinator or len(self._forwarder.exits()) < group.spec.local_world_size
-        return bool(cause.distance and others and time.monotonic() < cause.time + GRACE)
+        return bool(others and may_have_unknown_cause(failures))
 
     def _failures_so_far(self, worker_group: WorkerGroup) -> list[Failure]:
         return [
