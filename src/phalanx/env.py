@@ -346,9 +346,9 @@ def launcher(environ: Mapping[str, str] = os.environ) -> str:
     A process that `mpirun` started inside of Slurm has the variables of both, and those of Slurm
     describe `mpirun`'s own processes. A process that `srun` started may have some of MPI's.
     """
-    if "OMPI_COMM_WORLD_SIZE" in os.environ or "MPI_LOCALNRANKS" in environ:
+    if "OMPI_COMM_WORLD_SIZE" in environ or "MPI_LOCALNRANKS" in environ:
         return "mpi"
-    if "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in environ:
+    if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ:
         return "slurm"
     return "mpi" if mpi_launcher(environ) else ""
 

@@ -194,11 +194,11 @@ def _open_tunnel_client(job: Job, notify: Callable[[str], None]) -> tuple[Tunnel
 def _make_dynamic_handler(
     config: LaunchConfig, store: Any, notify: Callable[[str], None]
 ) -> RendezvousHandler:
-    parameters = _parameters(config)
+    parameters: Any = _parameters(config)
     names = ("join", "last_call", "close", "heartbeat")
     seconds = [parameters.get_as_int(f"{name}_timeout") for name in names]
     timeouts = [None if each is None else timedelta(seconds=each) for each in seconds]
-    handler: _DynamicRendezvous = _DynamicRendezvous.from_backend(  # type: ignore[no-untyped-call]
+    handler: _DynamicRendezvous = _DynamicRendezvous.from_backend(
         config.run_id,
         store,
         _Backend(store, config.run_id),

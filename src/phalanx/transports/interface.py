@@ -3,11 +3,13 @@
 A transport carries bytes between the ranks of one group whose ranks are on several hosts. It has
 tagged sends and receives, a way to abort them, and an end. Collectives, the matching of messages
 and the reports of failures are built on top of this interface, the same for all transports.
-`CompletableTransfer` is a transfer that a thread of the transport completes.
+`CompletableTransfer` is a transfer that a thread of the transport completes, and `CallbackThread` a
+thread for the callbacks of transfers.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["CompletableTransfer", "Transfer", "Transport", "TransportError"]
+__all__ = ["CallbackThread", "CompletableTransfer", "Transfer", "Transport", "TransportError"]
 
 
 class TransportError(Exception):
@@ -63,12 +65,10 @@ class CompletableTransfer(Transfer):
     """A transfer that completes when `complete` is called.
 
     Args:
-        data: The caller's buffer.
         schedule: Schedules a function in a thread of the transport.
     """
 
-    def __init__(self, data: memoryview, schedule: Callable[[Callable[[], None]], None]) -> None:
-        self.data = data
+    def __init__(self, schedule: Callable[[Callable[[], None]], None]) -> None:
         self._schedule = schedule
         self._lock = threading.Lock()
         self._completed = threading.Event()
@@ -81,14 +81,18 @@ class CompletableTransfer(Transfer):
         Args:
             error: The error with which the transfer fails, or None on success.
         """
+        if (callback := self._finish(error)) is not None:
+            self._schedule(callback)
+
+    def _finish(self, error: TransportError | None) -> Callable[[], None] | None:
+        """Complete the transfer; return the callback to call, if any."""
         with self._lock:
             if self._completed.is_set():
-                return
+                return None
             self._error = error
             self._completed.set()
             callback, self._callback = self._callback, None
-        if callback is not None:
-            self._schedule(callback)
+            return callback
 
     def wait(self, timeout: float) -> bool:  # noqa: D102 - documented in `Transfer`
         if not self._completed.wait(timeout):
@@ -103,6 +107,40 @@ class CompletableTransfer(Transfer):
                 self._callback = callback
                 return
         self._schedule(callback)
+
+
+class CallbackThread:
+    """A thread for the callbacks of transfers, which may block there; started by the first one.
+
+    Args:
+        name: The name of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, callback: Callable[[], None]) -> None:
+        """Call a function in the thread, after all functions submitted before."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        self._queue.put(callback)
+
+    def stop(self, seconds: float) -> None:
+        """End the thread after all callbacks; wait for that, for up to `seconds`."""
+        self._queue.put(None)
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(seconds)
+
+    def _run(self) -> None:
+        while (callback := self._queue.get()) is not None:
+            callback()
+            del callback
 
 
 class Transport(ABC):

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import DistError
 
-from phalanx.transports.interface import CompletableTransfer, Transfer, Transport, TransportError
+from phalanx.transports.interface import (
+    CallbackThread,
+    CompletableTransfer,
+    Transfer,
+    Transport,
+    TransportError,
+)
 from phalanx.transports.mpi.messages import MAX_EAGER_BYTES, Kind, Message
 
 if TYPE_CHECKING:
@@ -58,7 +64,7 @@ class MpiTransport(Transport):
         name = int(store.compare_set("name", "", secrets.token_hex(7)), 16)
         store.set(_key(rank), f"{mpi_thread.communicator.name} {mpi_thread.rank}")
         self._name = name
-        self._callback_thread = _CallbackThread()
+        self._callback_thread = CallbackThread("phalanx-mpi-callbacks")
         self._peers = [
             _Peer(mpi_thread.communicator, name, rank, partial(self._look_up, peer))
             for peer in range(size)
@@ -417,42 +423,12 @@ class _Peer:
         self._communicator.send_message(self._process, message)
 
 
-class _CallbackThread:
-    """A thread for the callbacks of transfers, which may block there."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def submit(self, callback: Callable[[], None]) -> None:
-        """Call a function in the thread, after all functions submitted before."""
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="phalanx-mpi-callbacks", daemon=True
-                )
-                self._thread.start()
-        self._queue.put(callback)
-
-    def stop(self, seconds: float) -> None:
-        """End the thread after all callbacks; wait for that, for up to `seconds`."""
-        self._queue.put(None)
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(seconds)
-
-    def _run(self) -> None:
-        while (callback := self._queue.get()) is not None:
-            callback()
-
-
 class _MpiTransfer(CompletableTransfer):
     """A transfer to or from a rank under a tag, which the MPI thread completes."""
 
-    def __init__(self, data: memoryview, peer: int, tag: int, callbacks: _CallbackThread) -> None:
-        super().__init__(data, callbacks.submit)
-        self.peer, self.tag = peer, tag
+    def __init__(self, data: memoryview, peer: int, tag: int, callbacks: CallbackThread) -> None:
+        super().__init__(callbacks.submit)
+        self.data, self.peer, self.tag = data, peer, tag
 
     def finish(self, reason: str = "") -> None:
         """Complete the transfer; it fails if there is a reason."""

@@ -97,7 +97,8 @@ class _RelayTransfer(CompletableTransfer):
     """A send or a receive, with its progress in bytes."""
 
     def __init__(self, data: memoryview, schedule: Callable[[Callable[[], None]], None]) -> None:
-        super().__init__(data, schedule)
+        super().__init__(schedule)
+        self.data = data
         self.transferred = self.granted = 0
 
 
@@ -145,7 +146,7 @@ class _Peer:
 
     def send(self, data: memoryview, tag: int) -> Transfer:
         """Post a send of bytes with a tag."""
-        transfer = _RelayTransfer(data, self._connection.schedule)
+        transfer = _RelayTransfer(data, self._connection.callbacks.submit)
         size = len(data)
         with self._lock:
             self._check()
@@ -161,7 +162,7 @@ class _Peer:
 
     def recv(self, data: memoryview, tag: int) -> Transfer:
         """Post a receive of bytes with a tag."""
-        transfer = _RelayTransfer(data, self._connection.schedule)
+        transfer = _RelayTransfer(data, self._connection.callbacks.submit)
         with self._lock:
             if (message := _pop_oldest(self._unexpected_messages, tag)) is not None:
                 self._match(transfer, message)
