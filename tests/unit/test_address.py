@@ -7,8 +7,9 @@ import socket
 import pytest
 import torch.distributed as dist
 
+from phalanx.address import local_address
 from phalanx.errors import UsageError
-from phalanx.topology import RankRecord, local_address, own_address
+from phalanx.topology import RankRecord, own_address
 from phalanx.topology.rank_record import MemoryProbe
 
 

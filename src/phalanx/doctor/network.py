@@ -9,9 +9,9 @@ import socket
 import psutil
 
 from phalanx import env
+from phalanx.address import local_address
 from phalanx.doctor.finding import Finding, FindingFactory
 from phalanx.errors import UsageError
-from phalanx.topology import local_address
 
 __all__ = ["check", "listening_address"]
 

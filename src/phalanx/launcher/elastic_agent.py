@@ -110,11 +110,10 @@ def _run(job: Job) -> HostOutcome:
     hosts = job.config.max_nodes
     with LauncherLogWriter(job.config.nproc_per_node * hosts, hosts=hosts) as launcher_log:
         os.environ.update(launcher_log.environment())
-        forwarder = OutputForwarder()
         with (
-            _run_forwarder(forwarder),
+            _run_forwarder() as forwarder,
             _open_key(job.key) as key,
-            _join_rendezvous(job) as rendezvous,
+            open_rendezvous(job, lambda text: _print(f"phalanx run: {text}")) as rendezvous,
         ):
             os.environ.update(rendezvous.environment)
             outcome = _run_agent(job, rendezvous, forwarder, launcher_log, key)
@@ -150,8 +149,8 @@ def _restore_signal_handlers(names: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _run_forwarder(forwarder: OutputForwarder) -> Iterator[None]:
-    done = threading.Event()
+def _run_forwarder() -> Iterator[OutputForwarder]:
+    forwarder, done = OutputForwarder(), threading.Event()
 
     def forward() -> None:
         while not done.is_set():
@@ -160,7 +159,7 @@ def _run_forwarder(forwarder: OutputForwarder) -> Iterator[None]:
     thread = threading.Thread(target=forward, name="phalanx-output", daemon=True)
     thread.start()
     try:
-        yield
+        yield forwarder
     finally:
         done.set()
         thread.join()
@@ -176,10 +175,6 @@ def _open_key(key: bytes | None) -> Iterator[int]:
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-
-
-def _join_rendezvous(job: Job) -> contextlib.AbstractContextManager[HostRendezvous]:
-    return open_rendezvous(job, lambda text: _print(f"phalanx run: {text}"))
 
 
 class _Agent(LocalElasticAgent):
@@ -211,7 +206,7 @@ class _Agent(LocalElasticAgent):
                 rendezvous.store, rendezvous.name, has_store=rendezvous.has_store
             )
             rendezvous.watch_hosts(self.coordinator.report_lost_host)
-        timeout: Any = shutdown_timeout(job.config)
+        timeout = shutdown_timeout(job.config)
         self._shutdown_options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
         super().__init__(
             _spec(job, rendezvous, key),
@@ -368,11 +363,7 @@ class _Agent(LocalElasticAgent):
         ]
 
     def _all_failures(self, worker_group: WorkerGroup, result: RunResult) -> list[Failure]:
-        deadline = time.monotonic() + 1
-        while (
-            len(self._forwarder.exits()) < len(worker_group.workers) and time.monotonic() < deadline
-        ):
-            self._forwarder.step(_POLL_SECONDS)
+        self._forwarder.wait_for_exits(_EXIT_SECONDS)
         return [
             self._failure(worker_group, failure.local_rank, failure.pid, failure.exitcode)
             for failure in result.failures.values()
@@ -539,13 +530,8 @@ def _make_outcome(
     failures: Sequence[Failure], remote_failure: RemoteFailure | None, code: int
 ) -> HostOutcome:
     if remote_failure is not None and is_remote_cause(failures, remote_failure):
-        return HostOutcome(
-            remote_failure.code,
-            "",
-            format_report(failures, remote_failure),
-            CONSEQUENCE,
-            is_remote=True,
-        )
+        report = format_report(failures, remote_failure)
+        return HostOutcome(remote_failure.code, "", report, CONSEQUENCE, is_remote=True)
     if not failures:  # failed without a failed rank: one is stuck in the kernel
         return HostOutcome(code, "")
     cause = find_root_cause(failures)

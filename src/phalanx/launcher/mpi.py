@@ -6,7 +6,6 @@ transport the group's data: `mpi://` selects the rendezvous, `PHALANX_TRANSPORT=
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from datetime import timedelta
@@ -14,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import default_pg_timeout
 
-from phalanx import env, topology
+from phalanx import env
+from phalanx.address import interface_address, is_loopback, resolve
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.launcher.store import (
     HOST,
@@ -143,17 +143,13 @@ def _rank_0_address(size: int) -> str:
     This is the address of the loopback interface if all ranks are on this host.
     """
     if interface := env.interface():
-        return topology.interface_address(interface)
+        return interface_address(interface)
     if local_rank_and_size(0, size)[1] == size and env.mpi_launcher() != "MPI":
         return HOST
     name = socket.gethostname()
-    try:
-        addresses = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        addresses = []
-    for _, _, _, _, sockaddr in addresses:
-        if not ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]).is_loopback:
-            return str(sockaddr[0])
+    addresses = resolve(name)
+    if addresses and not is_loopback(addresses[0]):
+        return addresses[0]
     raise UsageError(
         f"the name of this machine, {name}, does not resolve to an address that other machines can "
         "reach: set PHALANX_INTERFACE to one of its interfaces or addresses"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import os
 import socket
 import threading
@@ -39,7 +38,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from phalanx import topology
+from phalanx.address import is_loopback, local_address
 from phalanx.errors import UsageError
 from phalanx.launcher.job_coordinator import end_reason, next_attempt, wait_for_hosts
 from phalanx.launcher.options import (
@@ -157,7 +156,7 @@ def _open_tunnel_server(job: Job, notify: Callable[[str], None]) -> tuple[Tunnel
     is_host, is_certain = is_store_host(config, host)
     if not is_host:
         return None
-    address = topology.local_address(host)
+    address = local_address(host)
     if not address:
         raise UsageError(f"this machine has no route to {host}, the address of the rendezvous")
     store = host_store()
@@ -171,7 +170,7 @@ def _open_tunnel_server(job: Job, notify: Callable[[str], None]) -> tuple[Tunnel
             f"{address}:{port} {_describe_listen_error(error)}: choose another port on all hosts, "
             "with --master-port or --rdzv-endpoint"
         ) from None
-    if ipaddress.ip_address(address).is_loopback:
+    if is_loopback(address):
         notify(f"only this machine can reach the rendezvous at {host} ({address})")
     return tunnel, store
 
@@ -180,7 +179,7 @@ def _open_tunnel_client(job: Job, notify: Callable[[str], None]) -> tuple[Tunnel
     """Connect to the tunnel server, and through it to the store, on the host that has them."""
     config = job.config
     host, port = rendezvous_address(config)
-    topology.local_address(host)  # checks PHALANX_INTERFACE once, before each rank does
+    local_address(host)  # checks PHALANX_INTERFACE once, before each rank does
     tunnel = TunnelClient(host, port, job.key or b"", _make_hello(config), notify)
     try:
         tunnel.connect(rendezvous_timeout(config))

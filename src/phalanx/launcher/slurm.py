@@ -6,17 +6,16 @@ and step IDs. `MASTER_ADDR` and `MASTER_PORT` override the address and the port 
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import default_pg_timeout
 
-from phalanx import env, topology
+from phalanx import env
+from phalanx.address import is_loopback, local_address, resolve
 from phalanx.errors import UsageError
 from phalanx.launcher.store import (
     HOST,
@@ -144,16 +143,12 @@ def _listen_address(step: SlurmStep) -> str:
     """
     if step.host == HOST:
         return HOST
-    try:
-        addresses = socket.getaddrinfo(step.host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        addresses = []
-    for _, _, _, _, sockaddr in addresses:
-        if not ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]).is_loopback:
-            return str(sockaddr[0])
-    address = topology.local_address(step.last_node)
+    addresses = resolve(step.host)
+    if addresses and not is_loopback(addresses[0]):
+        return addresses[0]
+    address = local_address(step.last_node)
     if addresses and not step.last_node:  # a single node may use its loopback interface
-        return address or str(addresses[0][4][0])
+        return address or addresses[0]
     if not address:
         raise UsageError(
             f"slurm://: the name {step.host} does not resolve to an address that other nodes can "
