@@ -105,17 +105,21 @@ def run(argv: Sequence[str]) -> HostOutcome:
 
 def _run(job: Job) -> HostOutcome:
     check_host(job.config.nproc_per_node)
-    os.environ.update(rank_defaults(job.config.nproc_per_node, os.environ))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = job.config.signals_to_handle
     hosts = job.config.max_nodes
     with LauncherLogWriter(job.config.nproc_per_node * hosts, hosts=hosts) as launcher_log:
-        os.environ.update(launcher_log.environment())
         with (
             _run_forwarder() as forwarder,
             _open_key(job.key) as key,
             open_rendezvous(job, lambda text: _print(f"phalanx run: {text}")) as rendezvous,
         ):
-            os.environ.update(rendezvous.environment)
+            os.environ.update(
+                {
+                    **rank_defaults(job.config.nproc_per_node, os.environ),
+                    **launcher_log.environment(),
+                    **rendezvous.environment,
+                }
+            )
             outcome = _run_agent(job, rendezvous, forwarder, launcher_log, key)
             forwarder.wait_for_exits(_EXIT_SECONDS)
         is_kept = launcher_log.finish(outcome.code)

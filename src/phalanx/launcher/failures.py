@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from phalanx.system.signals import signal_name
 
@@ -18,6 +18,7 @@ __all__ = [
     "GRACE",
     "STOPPED",
     "Failure",
+    "HostFailure",
     "RemoteFailure",
     "excerpt",
     "find_root_cause",
@@ -52,26 +53,6 @@ _CHAIN = (
     "The above exception was the direct cause",
     "During handling of the above exception",
 )
-
-
-class _OrderedFailure(Protocol):
-    """A failure of a rank or of a host, as far as the decision on the root cause needs it."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def time(self) -> float: ...
-    @property
-    def stopped(self) -> bool: ...
-    @property
-    def distance(self) -> int: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def summary(self) -> str: ...
-
-
-F = TypeVar("F", bound=_OrderedFailure)
 
 
 @dataclass(frozen=True)
@@ -142,12 +123,27 @@ class RemoteFailure(NamedTuple):
     """True if the host has left on purpose, which is no failure."""
 
 
+class HostFailure(NamedTuple):
+    """The failure of one of the hosts that a launcher has started; attributes as in `Failure`."""
+
+    rank: int
+    """The index of the host."""
+    name: str
+    time: float
+    distance: int
+    stopped: bool
+    summary: str
+
+
+F = TypeVar("F", Failure, HostFailure)
+
+
 def find_root_cause(failures: Sequence[F]) -> F:
     """Return the failure with the least distance, then the earliest time, then the lowest rank."""
     return min(failures, key=lambda failure: (failure.distance, failure.time, failure.rank))
 
 
-def may_have_unknown_cause(failures: Sequence[_OrderedFailure]) -> bool:
+def may_have_unknown_cause(failures: Sequence[F]) -> bool:
     """Return whether all failures are consequences, and their cause still has time to show."""
     cause = find_root_cause(failures)
     return cause.distance > 0 and time.monotonic() < cause.time + GRACE
@@ -193,13 +189,11 @@ def format_report(failures: Sequence[Failure], remote_failure: RemoteFailure | N
     return "\n".join([*lines, *format_consequences(cause, failures, "rank ")])
 
 
-def format_consequences(
-    cause: object, failures: Sequence[_OrderedFailure], kind: str = ""
-) -> list[str]:
+def format_consequences(cause: F | None, failures: Sequence[F], kind: str = "") -> list[str]:
     """Return the lines of a report about the failures that followed the cause.
 
     Args:
-        cause: The root cause, which is left out.
+        cause: The root cause, which is left out; None if it is on another host.
         failures: All failures.
         kind: The text before the names of those that the launcher has stopped.
     """

@@ -28,7 +28,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -46,6 +45,7 @@ from phalanx.launcher.options import (
     is_store_host,
     read_timeout,
     rendezvous_address,
+    rendezvous_parameters,
     rendezvous_timeout,
     uses_phalanx_store,
 )
@@ -193,7 +193,7 @@ def _open_tunnel_client(job: Job, notify: Callable[[str], None]) -> tuple[Tunnel
 def _make_dynamic_handler(
     config: LaunchConfig, store: Any, notify: Callable[[str], None]
 ) -> RendezvousHandler:
-    parameters: Any = _parameters(config)
+    parameters: Any = rendezvous_parameters(config)
     names = ("join", "last_call", "close", "heartbeat")
     seconds = [parameters.get_as_int(f"{name}_timeout") for name in names]
     timeouts = [None if each is None else timedelta(seconds=each) for each in seconds]
@@ -271,7 +271,7 @@ class _Backend(C10dRendezvousBackend):
 
 def _make_torch_handler(config: LaunchConfig) -> RendezvousHandler:
     try:
-        return get_rendezvous_handler(_parameters(config))
+        return get_rendezvous_handler(rendezvous_parameters(config))
     except (ImportError, KeyError, RendezvousError, ValueError) as error:
         raise UsageError(
             f"--rdzv-backend {config.rdzv_backend} at {config.rdzv_endpoint!r} is not available: "
@@ -316,18 +316,6 @@ def _describe_listen_error(error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return "is in use on this machine"
     return f"can't be bound ({os.strerror(error.errno or 0)})"
-
-
-def _parameters(config: LaunchConfig) -> RendezvousParameters:
-    return RendezvousParameters(
-        backend=config.rdzv_backend,
-        endpoint=config.rdzv_endpoint,
-        run_id=config.run_id,
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        local_addr=config.local_addr,
-        **config.rdzv_configs,
-    )
 
 
 def _local_port(stores: AttemptStores, requested_port: int, attempt: int) -> int:

@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import phalanx
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launcher.failures import (
     STOPPED,
+    HostFailure,
     find_root_cause,
     format_consequences,
     may_have_unknown_cause,
@@ -49,30 +50,6 @@ class JobOutcome:
     code: int
     report: str = ""
     explanation: str = ""
-
-
-class _HostFailure(NamedTuple):
-    """The failure of a host, which is reported in the same way as that of a rank."""
-
-    connection: Connection
-    rank: int
-    """The index of the host."""
-    time: float
-    distance: int
-    stopped: bool
-    name: str
-    summary: str
-
-    @classmethod
-    def of_host(cls, number: int, connection: Connection) -> "_HostFailure":
-        """Return the failure of a host, which may not have ended yet."""
-        name, time, end = connection.host.name, connection.end_time, connection.end
-        if end is None:
-            distance, report = STOPPED if connection.stopped else 0, "the connection was lost"
-        else:
-            distance, report = int(end["distance"]), str(end["report"]).partition("\n")[0]
-        stopped = bool(time) and distance >= STOPPED
-        return cls(connection, number, time, distance, stopped, name, f"on {name}: {report}")
 
 
 def run_on_hosts(plan: Plan) -> JobOutcome:
@@ -255,10 +232,10 @@ class _Job:
             if signal.SIGPIPE not in self._signals:  # so that it counts only once
                 self._signals.append(signal.SIGPIPE)
 
-    def _failures(self) -> list[_HostFailure]:
+    def _failures(self) -> list[HostFailure]:
         """Return the failures of hosts, those that have not ended yet included."""
         return [
-            _HostFailure.of_host(number, connection)
+            _describe_failure(number, connection)
             for number, connection in enumerate(self._connections)
             if connection.end is None or connection.end["code"]
         ]
@@ -286,14 +263,27 @@ class _Job:
         if not failures:
             return JobOutcome(0)
         cause = find_root_cause(failures)
-        end, consequences = cause.connection.end, format_consequences(cause, failures)
+        connection, consequences = (
+            self._connections[cause.rank],
+            format_consequences(cause, failures),
+        )
+        end = connection.end
         if end is None:
-            message = self._errors.get(cause.connection) or (
-                f"{cause.name} did not end its ranks in time"
-            )
+            message = self._errors.get(connection) or f"{cause.name} did not end its ranks in time"
             return JobOutcome(1, "\n".join((str(message), *consequences)))
         report = "\n".join((f"on {cause.name}: {end['report']}", *consequences))
         return JobOutcome(end["code"], report, end["explanation"])
+
+
+def _describe_failure(number: int, connection: Connection) -> HostFailure:
+    name, time, end = connection.host.name, connection.end_time, connection.end
+    if end is None:
+        distance, report = STOPPED if connection.stopped else 0, "the connection was lost"
+    else:
+        distance, report = int(end["distance"]), str(end["report"])
+    stopped = bool(time) and distance >= STOPPED
+    summary = f"on {name}: {report.partition(chr(10))[0]}"
+    return HostFailure(number, name, time, distance, stopped, summary)
 
 
 def _check_versions(connection: Connection, first: Connection) -> None:
