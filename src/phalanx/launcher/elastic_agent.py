@@ -210,7 +210,7 @@ class _Agent(LocalElasticAgent):
                 rendezvous.store, rendezvous.name, has_store=rendezvous.has_store
             )
             rendezvous.watch_hosts(self.coordinator.report_lost_host)
-        timeout = shutdown_timeout(job.config)
+        timeout: Any = shutdown_timeout(job.config)
         self._shutdown_options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
         super().__init__(
             _spec(job, rendezvous, key),

@@ -10,7 +10,7 @@ import os
 import re
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.distributed import default_pg_timeout
 
@@ -74,13 +74,13 @@ class SlurmStep:
         counts = _tasks_per_node(environ, tasks)
         node = _require_integer(environ, "SLURM_NODEID", 0, len(counts) - 1)
         local = _require_integer(environ, "SLURM_LOCALID", 0, counts[node] - 1)
-        host = HOST if len(counts) == 1 else _first_node(environ)
+        host = HOST if len(counts) == 1 else _node(environ, 0)
         return cls(
             env.RankAssignment(rank, tasks, local, counts[node]),
             environ.get("MASTER_ADDR", "").strip() or host,
             _port(environ),
             node,
-            "" if len(counts) == 1 else _last_node(environ),
+            "" if len(counts) == 1 else _node(environ, -1),
         )
 
 
@@ -180,17 +180,9 @@ def _tasks_per_node(environ: Mapping[str, str], tasks: int) -> list[int]:
     return counts
 
 
-def _first_node(environ: Mapping[str, str]) -> str:
-    """Return the first node: node01 for "node[01-03,7],other"."""
-    return _node(environ, 0, _FIRST_NUMBER)
-
-
-def _last_node(environ: Mapping[str, str]) -> str:
-    """Return the last node: node7 for "other,node[01-03,7]"."""
-    return _node(environ, -1, _LAST_NUMBER)
-
-
-def _node(environ: Mapping[str, str], index: int, pattern: re.Pattern[str]) -> str:
+def _node(environ: Mapping[str, str], index: Literal[0, -1]) -> str:
+    """Return the first or last node: node01 and node9 for "node[01-03,7],node[8-9]"."""
+    pattern = _LAST_NUMBER if index else _FIRST_NUMBER
     text = environ.get("SLURM_STEP_NODELIST", "").strip()
     names = _ONE_NODE.findall(text)
     name = pattern.sub(r"\1", names[index]) if names and ",".join(names) == text else ""

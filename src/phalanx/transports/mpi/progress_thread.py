@@ -126,7 +126,7 @@ class MpiProgressThread:
             _EXCEPTION_SECONDS if raised else _FAILURE_SECONDS if self.has_failures else math.inf
         )
         if not self.stop_reason:
-            self.submit(partial(self._request_finalize, limit))
+            self.submit(partial(setattr, self, "_finalize_limit", limit))
             self._thread.join()
         if raised and not self._is_finalized:
             sys.stdout.flush()
@@ -234,9 +234,6 @@ class MpiProgressThread:
             client.handle_message(message, source)
         else:
             self._unclaimed.setdefault(message.transport, []).append((message, source))
-
-    def _request_finalize(self, limit: float) -> None:
-        self._finalize_limit = limit
 
     def _finalize(self, limit: float) -> None:
         """Finalize MPI once it has no pending requests."""
