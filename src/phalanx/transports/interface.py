@@ -3,8 +3,10 @@
 A transport carries bytes between the ranks of one group whose ranks are on several hosts. It has
 tagged sends and receives, a way to abort them, and an end. Collectives, the matching of messages
 and the reports of failures are built on top of this interface, the same for all transports.
-`CompletableTransfer` is a transfer that a thread of the transport completes, and `CallbackThread` a
-thread for the callbacks of transfers.
+
+Transports share the classes at the end: `CompletableTransfer` is a transfer that a thread of the
+transport completes, `CallbackThread` a thread for the callbacks of transfers, and `TagQueues` has
+the receives or messages that wait for their match.
 """
 
 from __future__ import annotations
@@ -12,12 +14,22 @@ from __future__ import annotations
 import queue
 import threading
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["CallbackThread", "CompletableTransfer", "Transfer", "Transport", "TransportError"]
+__all__ = [
+    "CallbackThread",
+    "CompletableTransfer",
+    "TagQueues",
+    "Transfer",
+    "Transport",
+    "TransportError",
+]
+
+T = TypeVar("T")
 
 
 class TransportError(Exception):
@@ -59,6 +71,49 @@ class Transfer(ABC):
 
         The transport calls it in one of its own threads.
         """
+
+
+class Transport(ABC):
+    """One rank's end of a transport between the ranks of a group.
+
+    Sends and receives with the same tag between the same two ranks match in the order in which
+    they are posted. Transfers with different tags do not wait for each other. A receive must have
+    exactly the size of its send, at least one byte. All methods are thread-safe.
+    """
+
+    @abstractmethod
+    def send(self, data: memoryview, peer: int, tag: int) -> Transfer:
+        """Post a send of contiguous bytes; return at once.
+
+        Args:
+            data: The bytes to send, which must not change until the transfer has completed.
+            peer: A rank of the group.
+            tag: From 0 to 2^31 - 1.
+
+        Raises:
+            TransportError: The peer is known to be gone, or the transport was aborted.
+        """
+
+    @abstractmethod
+    def recv(self, data: memoryview, peer: int, tag: int) -> Transfer:
+        """Post a receive into contiguous writable bytes; return at once.
+
+        Args:
+            data: The buffer for the bytes, of the same size as the send.
+            peer: A rank of the group.
+            tag: From 0 to 2^31 - 1.
+
+        Raises:
+            TransportError: The peer is known to be gone, or the transport was aborted.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Fail all pending transfers with `TransportError`, here and soon on their peers."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release all resources; data that were already sent still reach the peers."""
 
 
 class CompletableTransfer(Transfer):
@@ -143,44 +198,33 @@ class CallbackThread:
             del callback
 
 
-class Transport(ABC):
-    """One rank's end of a transport between the ranks of a group.
+class TagQueues(Generic[T]):
+    """Posted receives or unexpected messages by tag, each in the order of arrival."""
 
-    Sends and receives with the same tag between the same two ranks match in the order in which
-    they are posted. Transfers with different tags do not wait for each other. A receive must have
-    exactly the size of its send, at least one byte. All methods are thread-safe.
-    """
+    def __init__(self) -> None:
+        self._queues: dict[int, deque[T]] = {}
 
-    @abstractmethod
-    def send(self, data: memoryview, peer: int, tag: int) -> Transfer:
-        """Post a send of contiguous bytes; return at once.
+    def append(self, tag: int, item: T) -> None:
+        """Add an item with a tag."""
+        self._queues.setdefault(tag, deque()).append(item)
 
-        Args:
-            data: The bytes to send, which must not change until the transfer has completed.
-            peer: A rank of the group.
-            tag: From 0 to 2^31 - 1.
+    def pop_oldest(self, tag: int) -> T | None:
+        """Remove and return the oldest item with this tag; None if there is none."""
+        items = self._queues.get(tag)
+        if not items:
+            return None
+        item = items.popleft()
+        if not items:
+            del self._queues[tag]
+        return item
 
-        Raises:
-            TransportError: The peer is known to be gone, or the transport was aborted.
-        """
+    def retain(self, condition: Callable[[T], bool]) -> None:
+        """Remove all items that do not meet a condition."""
+        for tag, items in self._queues.items():
+            self._queues[tag] = deque(filter(condition, items))
 
-    @abstractmethod
-    def recv(self, data: memoryview, peer: int, tag: int) -> Transfer:
-        """Post a receive into contiguous writable bytes; return at once.
-
-        Args:
-            data: The buffer for the bytes, of the same size as the send.
-            peer: A rank of the group.
-            tag: From 0 to 2^31 - 1.
-
-        Raises:
-            TransportError: The peer is known to be gone, or the transport was aborted.
-        """
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Fail all pending transfers with `TransportError`, here and soon on their peers."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release all resources; data that were already sent still reach the peers."""
+    def remove_all(self) -> list[T]:
+        """Remove and return all items."""
+        removed = [item for items in self._queues.values() for item in items]
+        self._queues.clear()
+        return removed
