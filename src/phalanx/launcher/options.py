@@ -29,7 +29,7 @@ from phalanx import env
 from phalanx import key as keys
 from phalanx.errors import UsageError
 from phalanx.launcher.host_resources import usable_cores
-from phalanx.launcher.ssh.plan import HOST_OPTIONS
+from phalanx.launcher.ssh.plan import HOST_OPTIONS, STOP_TIMEOUT
 from phalanx.torch_versions import shutdown_timeout
 
 __all__ = [
@@ -43,9 +43,6 @@ __all__ = [
     "rendezvous_timeout",
     "uses_phalanx_store",
 ]
-
-STOP_TIMEOUT = 10
-"""The default seconds between SIGTERM and SIGKILL; --shutdown-timeout overrides it."""
 
 _RENDEZVOUS_TIMEOUT = 600
 """The default of `--rdzv-conf timeout=`: the seconds that hosts wait for each other."""

@@ -14,13 +14,23 @@ from typing import Any
 from phalanx import key as keys
 from phalanx.errors import UsageError
 
-__all__ = ["HOST_OPTIONS", "HostSpec", "Plan", "make_plan", "parse_hosts", "parse_ssh_command"]
+__all__ = [
+    "HOST_OPTIONS",
+    "STOP_TIMEOUT",
+    "HostSpec",
+    "Plan",
+    "make_plan",
+    "parse_hosts",
+    "parse_ssh_command",
+]
 
 HOST_OPTIONS = ("hosts", "export", "ssh", "remote_python")
 """The names of the options that only a job over many hosts has."""
 
+STOP_TIMEOUT = 10
+"""The default seconds between SIGTERM and SIGKILL; --shutdown-timeout overrides it."""
+
 _REPLACED_OPTIONS = ("master_addr", "master_port", "key_file", "key_fd")
-_STOP_TIMEOUT = 10.0
 # These variables are specific to one machine or one process.
 _NOT_FORWARDED = {
     "PHALANX_ADVERTISE_ADDR",
@@ -230,6 +240,6 @@ def _read_key(params: Mapping[str, Any]) -> bytes:
 
 def _parse_seconds(text: str | None) -> float:
     try:
-        return _STOP_TIMEOUT if text is None else float(text)
+        return float(STOP_TIMEOUT if text is None else text)
     except ValueError:
         raise UsageError(f"--shutdown-timeout is {text!r}: expected seconds") from None
