@@ -127,7 +127,7 @@ def open_rendezvous(job: Job, notify: Callable[[str], None]) -> Iterator[HostRen
     host, port = rendezvous_address(config)
     handler: RendezvousHandler
     if config.max_nodes == 1:
-        handler = _StaticRendezvous(config, dist.HashStore())  # type: ignore[attr-defined]
+        handler = _StaticRendezvous(config, dist.HashStore(), notify)  # type: ignore[attr-defined]
         yield HostRendezvous(handler, _NO_TUNNEL, partial(_local_port, AttemptStores(port), port))
         return
     if job.key is None:
@@ -335,8 +335,8 @@ class _StaticRendezvous(RendezvousHandler):
         self,
         config: LaunchConfig,
         store: Any,
-        notify: Callable[[str], None] = print,
-        get_rejection: Callable[[], str] = str,
+        notify: Callable[[str], None],
+        get_rejection: Callable[[], str] = lambda: "",
     ) -> None:
         self._config = config
         self._store = store

@@ -263,10 +263,8 @@ class _Job:
         if not failures:
             return JobOutcome(0)
         cause = find_root_cause(failures)
-        connection, consequences = (
-            self._connections[cause.rank],
-            format_consequences(cause, failures),
-        )
+        consequences = format_consequences(cause, failures)
+        connection = self._connections[cause.rank]
         end = connection.end
         if end is None:
             message = self._errors.get(connection) or f"{cause.name} did not end its ranks in time"
