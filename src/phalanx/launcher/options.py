@@ -326,9 +326,6 @@ def _exec_as_rank(args: Namespace, other: str) -> NoReturn:
     """Replace this process by the script, as a rank of another launcher, if `--replace` is given.
 
     Otherwise each `phalanx run` would start all ranks.
-
-    Raises:
-        UsageError: `--replace` is not given, or `--simulate-hosts` is.
     """
     if args.replace is None or args.simulate_hosts is not None:
         raise UsageError(
@@ -366,11 +363,7 @@ def _check_script(args: Namespace) -> None:
 
 
 def _check_rendezvous(config: LaunchConfig) -> None:
-    """Check the options of the rendezvous.
-
-    Raises:
-        UsageError: An option is invalid; the message names the value and what was expected.
-    """
+    """Raise `UsageError` if an option of the rendezvous is invalid."""
     if uses_phalanx_store(config):
         rendezvous_address(config)
         is_store_host(config, "")

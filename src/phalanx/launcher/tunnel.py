@@ -102,12 +102,7 @@ class _Tunnel:
     async def _listen(
         self, listener: socket.socket, handle: Callable[..., Awaitable[None]]
     ) -> None:
-        """Run a task for each connection to `listener`; an error ends only its connection.
-
-        Args:
-            listener: The listening socket, taken over by the server.
-            handle: The coroutine function that handles one connection, a `_Stream`.
-        """
+        """Run `handle` for each connection to `listener`; an error ends only its connection."""
 
         async def run_handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task: Any = asyncio.current_task()
@@ -208,15 +203,9 @@ class TunnelServer(_Tunnel):
         await _splice((reader, writer), target)
 
     async def _open_target(self, service: object, attempt: object) -> _Stream:
-        """Connect to a service on this host.
+        """Connect to a service on this host; raise `LookupError` if there is none.
 
-        Args:
-            service: The name of the service.
-            attempt: The number of the attempt, for the ranks' store. The ranks of several hosts do
-                not start at the same time.
-
-        Raises:
-            LookupError: There is no such service or attempt.
+        The ranks' store depends on the attempt: ranks of several hosts do not start together.
         """
         if service == "relay":
             name = self.relay_socket.replace("@", "\0")

@@ -359,11 +359,7 @@ class GlooTransport(Transport):
         return False
 
     def _liveness_endpoint(self, peer: int) -> str:
-        """Return the peer's `_LivenessListener.endpoint`.
-
-        Raises:
-            RuntimeError: The peer has left.
-        """
+        """Return the peer's `_LivenessListener.endpoint`; raise RuntimeError if it has left."""
         if endpoint := self._store.get(_LIVENESS_KEY.format(peer)).decode():
             return str(endpoint)
         raise RuntimeError("it has left")
@@ -435,9 +431,6 @@ def _check_not_advertised() -> None:
 
     Gloo publishes the address on which it listens, and decides by these addresses which of two
     ranks connects.
-
-    Raises:
-        UsageError: An advertised address is set, or it is malformed.
     """
     try:
         host, _ = env.advertised_address()

@@ -204,11 +204,7 @@ class MpiProgressThread:
             self._finalize(self._finalize_limit or 0.0)
 
     def _run_calls(self, timeout: float) -> bool:
-        """Run the submitted functions, and return whether there were any.
-
-        Args:
-            timeout: The longest time to wait for the first, in seconds.
-        """
+        """Run the submitted functions; return whether there were any within `timeout` seconds."""
         busy = False
         try:
             self._calls.get(timeout=timeout)()
