@@ -11,7 +11,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from phalanx.rpc.autograd.graph import AutogradGraph, BackwardRequest, BackwardResponse
+from phalanx.rpc.autograd.graph import (
+    AutogradGraph,
+    BackwardRequest,
+    BackwardResponse,
+    PeerGraphs,
+)
 
 # The time limit in seconds for a call, and for freeing unused graphs.
 LIMIT = 60.0
@@ -68,16 +73,15 @@ class SimulatedWorkers(SingleProcess):
         assert not any(graph.pending for graph in self.graphs)
 
 
-class PeerCalls:
+class PeerCalls(PeerGraphs):
     """Calls to peer graphs, executed on other threads."""
 
     def __init__(self, world: SimulatedWorkers) -> None:
         self._world = world
 
-    def backward(self, peer: int, request: BackwardRequest) -> BackwardResponse:
-        return self.begin_backward(peer, request).wait()
-
-    def begin_backward(self, peer: int, request: BackwardRequest) -> PendingBackward:
+    def begin_backward(  # type: ignore[override]
+        self, peer: int, request: BackwardRequest
+    ) -> PendingBackward:
         return PendingBackward(self._world.pool.submit(self._world.graphs[peer].backward, request))
 
     def has_context(self, peer: int, number: int) -> bool:

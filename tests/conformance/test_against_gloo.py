@@ -148,6 +148,7 @@ def check_near(ours: Tensor, theirs: Tensor, world_size: int, what: str) -> None
     torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound, msg=lambda m: f"{what}: {m}")
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_agree(ranks: RankServer, dtype: str, world_size: int) -> None:

@@ -233,6 +233,7 @@ def test_every_algorithm_is_public_and_has_an_oracle() -> None:
     assert {name for name in parallel.__all__ if name in ALGORITHMS} == set(ALGORITHMS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_dtype_operator_and_size(ranks: RankServer, world_size: int) -> None:
     results = ranks.run(world_size, every_case, cases.fresh_seed(), limit=100.0)

@@ -161,6 +161,7 @@ def futures(seed: int) -> None:
     assert [id(tensor) for tensor in work.result()] == [id(tensor) for tensor in outputs]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("program", [every_dtype, uneven, layouts], ids=lambda f: f.__name__)
 def test_all_to_all(ranks: RankServer, program: Callable[[int], None], world_size: int) -> None:

@@ -219,6 +219,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_forms(ranks: RankServer, program: Callable[[int], None], world_size: int) -> None:

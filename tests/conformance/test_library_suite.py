@@ -103,6 +103,7 @@ def hangs(test: str) -> bool:
     return test.endswith("test_hangs")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("column", COLUMNS)
 def test_outcomes_and_groups(results: Results, column: str) -> None:
@@ -125,6 +126,7 @@ def test_outcomes_and_groups(results: Results, column: str) -> None:
     assert "no_such_module" in broken.reason
 
 
+@pytest.mark.slow
 def test_only_tests_that_pass_on_gloo_count(results: Results) -> None:
     expected = f"{FILE}::Ranks.test_passes_on_gloo_alone"
     assert [test for test, _ in record.unexplained_failures(results)] == [expected]

@@ -97,6 +97,7 @@ def move_from_each_root(members: list[int], seed: int) -> None:
     dist.barrier()
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_every_dtype_and_size(ranks: RankServer, dtype: str, world_size: int) -> None:

@@ -157,6 +157,7 @@ def futures(seed: int) -> None:
         assert [id(tensor) for tensor in work.result()] == [id(output)]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize(
     "program", [every_dtype_and_operator, forms, views, premultiplied], ids=lambda f: f.__name__

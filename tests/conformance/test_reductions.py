@@ -79,6 +79,7 @@ def reduce_to_each_root(seed: int) -> None:
             cases.check_bits(tensor, expected, f"reduce to {root} on rank {rank}")
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_all_reduce(ranks: RankServer, dtype: str, world_size: int) -> None:
@@ -86,6 +87,7 @@ def test_all_reduce(ranks: RankServer, dtype: str, world_size: int) -> None:
     assert len(set(digests)) == 1, "ranks got different bits"
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_reduce(ranks: RankServer, dtype: str, world_size: int) -> None:

@@ -15,6 +15,7 @@ SLOW = 2.0
 COUNT = 50
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_recorded_passes_still_pass() -> None:
     passed = sorted(

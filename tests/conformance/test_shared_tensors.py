@@ -106,6 +106,7 @@ def check_one(
     assert torch.equal(source, output)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_collective(ranks: RankServer, size: int) -> None:
     ranks.run(size, every_collective, cases.fresh_seed())

@@ -26,6 +26,7 @@ from tests.soak.rank import soak
 SHARES = {2: 3000, 3: 2500, 5: 1200, 8: 800}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world_size", SHARES)
 def test_random_operations(ranks: RankServer, world_size: int) -> None:
     plan = Plan(cases.fresh_seed(), world_size)
@@ -88,6 +89,7 @@ def test_a_wrong_result_is_found(ranks: RankServer) -> None:
     assert f'make soak ARGS="{command}"' in message
 
 
+@pytest.mark.slow
 def test_the_command_line(repository: Path) -> None:
     command = [sys.executable, "-m", "tests.soak", "--operations", "60", "--nproc-per-node", "2"]
     ended = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=100)

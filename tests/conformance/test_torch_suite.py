@@ -16,6 +16,7 @@ SLOW = 2.0
 COLUMNS = {"replace": (2, ""), "phalanx": (3, "ddp")}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("column", COLUMNS)
 def test_tests_that_pass_on_gloo(column: str) -> None:

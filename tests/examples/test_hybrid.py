@@ -77,6 +77,7 @@ def kill_after(
     return found
 
 
+@pytest.mark.slow
 def test_death_repeats_at_most_one_epoch(
     script: str, undisturbed: dict[int, str], tmp_path: Path
 ) -> None:
@@ -101,6 +102,7 @@ def network() -> Iterator[Network]:
         yield made
 
 
+@pytest.mark.slow
 def test_two_hosts(script: str, undisturbed: dict[int, str], network: Network) -> None:
     """Trainers are on one host, and master and server on the other; rows are fetched by calls."""
     launchers = [

@@ -81,6 +81,7 @@ def reference_losses(script: Path, steps: int, seed: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(4 * TIMEOUT)
 def test_world_sizes_agree_with_one_process(script: Path, tmp_path: Path) -> None:
     expected = reference_losses(script, 20, seed=5)
@@ -113,6 +114,7 @@ def test_reaches_97_percent_and_is_reproducible(script: Path, tmp_path: Path) ->
     assert short.losses == full.losses[: 2 * STEPS_PER_EPOCH]
 
 
+@pytest.mark.slow
 def test_gloo_torchrun_and_per_parameter_give_the_same(script: Path, tmp_path: Path) -> None:
     """The losses do not depend on the backend, the launcher or the averaging function."""
     options = ["--no-dropout", "--epochs", "1"]
@@ -140,12 +142,14 @@ def mnist(tmp_path: Path, shared_data: Path | None, script: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_reads_mnist(script: Path, tmp_path: Path, mnist: Path) -> None:
     run = train(script, tmp_path, "--data", str(mnist), "--epochs", "2")
     # The loss decreases only if images and labels match; guessing gives 2.3.
     assert run.losses[-1] < 0.8 * run.losses[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

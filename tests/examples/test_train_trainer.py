@@ -72,6 +72,7 @@ def ranks(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_interrupted_gpt_equals_uninterrupted(
     repository: Path, tmp_path: Path, shared_data: Path | None

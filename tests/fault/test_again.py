@@ -136,6 +136,7 @@ def fail_and_form_repeatedly(name: str, in_sub_group: bool) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("in_sub_group", (False, True))
 @pytest.mark.parametrize("name", FAILURES)
 def test_repeated_failures(ranks: RankServer, name: str, in_sub_group: bool) -> None:

@@ -74,6 +74,7 @@ def one_rank_is_missing(kind: str, mode: str) -> None:
     times_out(call_of(kind, mode), SECONDS, *words)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("kind", "mode"), FORMS)
 def test_the_groups_deadline(ranks: RankServer, kind: str, mode: str) -> None:
     ranks.run(2, one_rank_is_missing, kind, mode, timeout=SECONDS)
@@ -142,6 +143,7 @@ def operation_timeout(method: str, async_op: bool) -> None:
     times_out(lambda: call(group, given).wait(), SECONDS, "rank 1 waited for rank 0 (pid ")
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("async_op", (False, True))
 @pytest.mark.parametrize("method", METHODS)
 def test_the_deadline_of_one_operation(ranks: RankServer, method: str, async_op: bool) -> None:
@@ -196,6 +198,7 @@ def stopped(kind: str, mode: str) -> None:
     call_of(kind, mode)()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", [kind for kind in calls.LINES if kind != "any_source"])
 def test_a_stopped_rank_is_named_at_the_deadline(ranks: RankServer, kind: str) -> None:
     mode = "blocking" if kind in calls.BLOCKING else "future"

@@ -197,6 +197,7 @@ def stop_while_waiting() -> bool:
     return True
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("size", "function"),
     (

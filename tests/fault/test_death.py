@@ -106,6 +106,7 @@ def end_of(folder: Path) -> float:
 
 
 # Delays before the death: before the others arrive, while they arrive, and in the middle.
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("delay", (0.0, 0.005, 0.05))
 @pytest.mark.parametrize("operation", LOOPS)
 def test_killed_in_the_middle(ranks: RankServer, operation: str, delay: float) -> None:
@@ -139,6 +140,7 @@ def exit_through_python(how: str, operation: str) -> None:
     WAITS[operation]()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("operation", ("all_reduce", "recv", "work"))
 @pytest.mark.parametrize(
     ("how", "code", "words"),

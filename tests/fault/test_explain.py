@@ -116,6 +116,7 @@ def check(scenario: str, kind: str = "") -> None:
     assert "Suggested fixes:" in text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scenario", [*HANGS, "branch", "finished", "order"])
 def test_while_running_and_after_ctrl_c(scenario: str) -> None:
     """The job is explained while it hangs, before its timeout, and after Ctrl-C."""
@@ -131,6 +132,7 @@ def test_while_running_and_after_ctrl_c(scenario: str) -> None:
     check(scenario)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scenario", ("killed", "busy", "finished"))
 def test_after_the_end(scenario: str) -> None:
     """The job fails, and `phalanx run` prints the explanation."""
@@ -149,6 +151,7 @@ def without_launcher(folder: str, scenario: str) -> None:
     explain_script.main(scenario, "2")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "scenario", ("killed", "stopped", "busy", "branch", "finished", "unsent", "missing", "order")
 )
@@ -183,6 +186,7 @@ if __name__ == "__main__":
 
 
 # Only a launcher, and peers that fail because of it, record how a process ended.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("scenario", "kind"), [("killed", "vanished"), ("busy", "busy")])
 def test_started_by_torch_multiprocessing(tmp_path: Path, scenario: str, kind: str) -> None:
     script = tmp_path / "spawn.py"

@@ -33,6 +33,7 @@ def seed() -> int:
     return random.SystemRandom().randrange(2**31)
 
 
+@pytest.mark.slow
 def test_fifty_kills(pool: Pool, seed: int) -> None:
     page = kills.SharedPage()
     drawn = [kills.draw(seed, number, 2, MOST) for number in range(50)]
@@ -48,6 +49,7 @@ def test_desyncs(pool: Pool, seed: int) -> None:
     assert all(trial.raised == trial.expected > 0 for trial in trials)
 
 
+@pytest.mark.slow
 def test_operations(pool: Pool, seed: int) -> None:
     for samples in endurance.run(pool, 3, seed, 10_000, 100):
         assert endurance.growth(samples).is_flat, samples
@@ -156,6 +158,7 @@ def test_a_trial_depends_only_on_seed_and_number(seed: int) -> None:
     assert fields == set(desyncs.FIELDS)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("command", "last"),
     [

@@ -111,6 +111,7 @@ FULL = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("launcher", ("run", "none"))
 @pytest.mark.parametrize(("mount", "reason"), FULL, ids=("full", "no inodes", "read-only"))
 def test_unwritable_file_system(
@@ -217,6 +218,7 @@ def test_unsafe_jobs_directory_in_launcher(
     assert reason in record.getMessage()
 
 
+@pytest.mark.slow
 def test_unsafe_jobs_directory_in_run(start: Start, tmp_path: Path) -> None:
     base = symbolic_link(tmp_path / "jobs")
     check(start("run", base), "is a symbolic link, expected a directory")

@@ -135,6 +135,7 @@ def check(outcomes: list[RankOutcome], first: str, other: str) -> None:
         assert "test_mismatch.py:" in message, message
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("world_size", (2, 3))
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_disagree(ranks: RankServer, name: str, world_size: int) -> None:
@@ -278,6 +279,7 @@ def wrong_message(name: str, how: str) -> None:
         work.wait()
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("how", ("blocking", "any source", "asynchronous"))
 @pytest.mark.parametrize("name", MESSAGES)
 def test_message_of_another_size(ranks: RankServer, name: str, how: str) -> None:

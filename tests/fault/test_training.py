@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import secrets
 
+import pytest
+
 from tests.fault_injection import training
 
 
+@pytest.mark.slow
 def test_random_kills() -> None:
     """The short form of `make faults ARGS=training`."""
     seed = secrets.randbelow(2**31)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from phalanx.rpc.codec.message import (
+from phalanx.rpc.message import (
     DTYPES,
     MAX_FRAME_SIZE,
     Kind,
@@ -26,7 +26,7 @@ from phalanx.rpc.codec.message import (
     encode_frame,
 )
 from phalanx.rpc.shared_memory.sender import ShmSender
-from phalanx.rpc.transport import auth, local, remote
+from phalanx.rpc.transport import local, remote
 
 __all__ = ["ByzantineWorker"]
 
@@ -97,7 +97,7 @@ class ByzantineWorker:
 
     def _connect(self) -> local.LocalConnection:
         if self._connection is None:
-            self._connection = auth.connect(self._key, self._address)
+            self._connection = local.connect(self._key, self._address)
         return self._connection
 
     def _send_local(self) -> None:
@@ -170,7 +170,6 @@ class ByzantineWorker:
         return encode_frame(
             kind,
             0,
-            0,
             number,
             extra,
             descriptors,
@@ -225,8 +224,8 @@ class ByzantineWorker:
         table = fixed + struct.pack(f"<{len(shape)}q", *shape)
         count = self._random.choice((1, 1, 1, 0, 2, 65535))
         header = struct.pack(
-            "<4sBBHIIIQQIII", b"PhR1", self._random.choice(_KINDS), self._random.randrange(3),
-            count, 0, 0, 0, 7, 7, len(table), 0, 0,
+            "<4sBBHIIQQIII", b"PhR2", self._random.choice(_KINDS), self._random.randrange(3),
+            count, 0, 0, 7, 7, len(table), 0, 0,
         )  # fmt: skip
         return (body := header + table + bytes(self._random.randrange(9))) + struct.pack(
             "<I", zlib.crc32(body)

@@ -11,8 +11,8 @@ import struct
 from pathlib import Path
 
 from phalanx.errors import PhalanxError
-from phalanx.rpc.codec.message import Kind, encode_frame
-from phalanx.rpc.transport import auth, local
+from phalanx.rpc.message import Kind, encode_frame
+from phalanx.rpc.transport import local
 
 __all__ = ["UnauthenticatedClients"]
 
@@ -44,7 +44,7 @@ class UnauthenticatedClients:
         self._local_address, self._remote_address = local_address, remote_address
         self._random = random.Random(seed)
         bomb = pickle.dumps((_Bomb(canary), (), {}, True))
-        self._message = encode_frame(Kind.CALL, 0, 0, 1, 0, payload=bomb)
+        self._message = encode_frame(Kind.CALL, 0, 1, payload=bomb)
         self._silent: list[socket.socket] = []
 
     def send(self) -> None:
@@ -67,20 +67,20 @@ class UnauthenticatedClients:
         return client
 
     def _noise(self) -> None:
-        prefix = self._random.choice((b"", auth._MAGIC[:5], local._LENGTH.pack(10**12)))
+        prefix = self._random.choice((b"", local._PROTOCOL[:5], local._LENGTH.pack(10**12)))
         with self._connect() as client:
             _try_to_send(client, prefix + self._random.randbytes(self._random.randrange(2000)))
 
     def _partial_handshake(self) -> None:
         with self._connect() as client:
-            _try_to_send(client, auth._MAGIC + self._random.randbytes(32))
+            _try_to_send(client, local._PROTOCOL + self._random.randbytes(32))
             ends = (b"", self._random.randbytes(32), self._random.randbytes(32) + self._message)
             end = self._random.choice(ends)
             _try_to_send(client, end[: self._random.randrange(len(end) + 1)])
 
     def _wrong_key(self) -> None:
         try:
-            auth.connect(os.urandom(32), self._local_address).close()
+            local.connect(os.urandom(32), self._local_address).close()
         except (OSError, PhalanxError):
             return
         raise AssertionError("a wrong key was accepted")
@@ -88,7 +88,7 @@ class UnauthenticatedClients:
     def _stay_silent(self) -> None:
         """Keep a connection open that sends at most a byte; close the oldest of many."""
         client = self._connect()
-        _try_to_send(client, auth._MAGIC[: self._random.randrange(2)])
+        _try_to_send(client, local._PROTOCOL[: self._random.randrange(2)])
         self._silent.append(client)
         if len(self._silent) > 200:
             self._silent.pop(0).close()

@@ -65,6 +65,7 @@ def check(found: dict[str, Any], names: list[str]) -> None:
     assert {each["level"] for each in found["findings"] if each["name"] == "outlier"} == {"note"}
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_job(network: Network, tmp_path: Path) -> None:
     """Three hosts with two ranks each, started like a job."""
     processes, outputs = [], [tmp_path / f"output-{host}" for host in range(3)]
@@ -99,7 +100,7 @@ def test_the_ranks_of_a_job(network: Network, tmp_path: Path) -> None:
     assert "not fit: " in text
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("library", mpi.LIBRARIES)
 def test_ranks_of_mpirun(library: str, tmp_path: Path) -> None:
     """MPI sets their ranks, and the store of rank 0 outlives the answers of the others."""
@@ -112,6 +113,7 @@ def test_ranks_of_mpirun(library: str, tmp_path: Path) -> None:
     assert all(link["bandwidth"] > 0 for link in network["links"])
 
 
+@pytest.mark.slow
 def test_peers_over_ssh(tmp_path: Path) -> None:
     """Two reachable peers, and three that ssh can't log in to, each for another reason."""
     if MISSING or ssh_hosts.MISSING or os.geteuid() != 0:

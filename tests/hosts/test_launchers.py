@@ -111,6 +111,7 @@ def test_a_failed_rank_ends_all_hosts(start: Start, host: int) -> None:
     ), other
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_one_host_ends_all_hosts(start: Start) -> None:
     processes = [start(host, 29604) for host in (0, 1)]
     for process in processes:
@@ -137,6 +138,7 @@ def test_a_killed_launcher(start: Start) -> None:
     assert lines[0] == "phalanx run: lost the launcher of host 0, or the connection to it", err
 
 
+@pytest.mark.slow
 def test_hosts_with_different_nnodes(start: Start) -> None:
     processes = [start(0, 29606), start(1, 29606, options=("--nnodes", "3"))]
     for process in processes:

@@ -109,6 +109,7 @@ def withdrawn_offer(seed: int) -> None:
     transport.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "function", [multiple_requests, wrong_size, leave_of_unknown_peer, withdrawn_offer]
 )
@@ -221,6 +222,7 @@ def test_killed_rank_reported_by_mpirun(tmp_path: Path) -> None:
     assert re.search(rf"rank 3 with PID {pid} on node \S+ exited on\s+signal 9", output), output
 
 
+@pytest.mark.slow
 def test_killed_rank_hidden_from_mpirun(tmp_path: Path) -> None:
     """The others name it and end, even those that could wait for it without end."""
     output, pid = run_killed("mpich", tmp_path, *HIDDEN_SIGNAL)
@@ -267,6 +269,7 @@ if sys.argv[1] == "mpich":
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("library", mpi.LIBRARIES)
 def test_rendezvous(library: str, tmp_path: Path) -> None:
     """A script for PyTorch's own MPI backend; `mpi://`; `phalanx.init`."""

@@ -90,6 +90,7 @@ def reachable_ports(nats: NatNetwork, *ports: int) -> list[bool]:
     return [line == "reached" for line in text.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT + 40)
 def test_the_conformance_suite(nats: NatNetwork, tmp_path: Path) -> None:
     assert reachable_ports(nats, PORT, PORT + 1) == [True, False]

@@ -124,6 +124,7 @@ def test_two_hosts(network: Network, script: Path) -> None:
             assert set(launcher.split()) == {"127.0.0.1"} | rendezvous_address
 
 
+@pytest.mark.slow
 def test_a_killed_host(network: Network, script: Path) -> None:
     job = Job(network, script, "dies", 29512)
     job.wait_for("ready", 4)

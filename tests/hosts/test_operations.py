@@ -18,7 +18,7 @@ from tests.soak.rank import soak
 LAYOUTS = ("aabb", "abab", "aab", "abcb", "ab", "abc", "aabbcc")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("hosts", LAYOUTS)
 def test_random_operations(ranks: RankServer, hosts: str) -> None:
     """All kinds, dtypes and sizes, in overlapping groups, with messages beside them."""
@@ -55,6 +55,7 @@ def large_operations(seed: int) -> None:
         cases.check_bits(part, expected, "reduce_scatter")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("hosts", ("aabb", "abcb", "abc"))
 def test_large_operations(ranks: RankServer, hosts: str) -> None:
     ranks.run(len(hosts), large_operations, cases.fresh_seed(), timeout=60, hosts=hosts)

@@ -210,7 +210,7 @@ def kill_a_remote_launcher(shell: Shell, process: subprocess.Popen[str]) -> tupl
     return 1, LOST
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "end", (interrupt, break_connection, kill_the_local_launcher, kill_a_remote_launcher)
 )
@@ -225,6 +225,7 @@ def test_no_process_is_left(
     shell.check_no_process_left()
 
 
+@pytest.mark.slow
 def test_a_closed_output(shell: Shell) -> None:
     """As in `phalanx run ... | head`; a launcher would not end because of SIGPIPE."""
     name = shell.script("while True:\n    print('more', flush=True)\n    time.sleep(0.05)\n")
@@ -250,6 +251,7 @@ UNUSABLE_HOSTS = {
 }
 
 
+@pytest.mark.slow
 def test_unusable_hosts(shell: Shell) -> None:
     """One line for each, within the time limit of ssh; all at once, because each waits."""
     name = shell.script("print('never')\n")
@@ -291,6 +293,7 @@ def make_python_with_version(shell: Shell, package: str) -> str:
     return str(python)
 
 
+@pytest.mark.slow
 def test_different_versions(shell: Shell) -> None:
     """One host pretends to have another version, because only one is installed here."""
     name = shell.script("print('never')\n")
@@ -307,6 +310,7 @@ def test_different_versions(shell: Shell) -> None:
         assert "install the same version everywhere" in err
 
 
+@pytest.mark.slow
 def test_a_missing_directory_or_script(shell: Shell) -> None:
     """The host without the directory or script is named, and the other one does not wait."""
     name = shell.script("print('never')\n")

@@ -177,6 +177,7 @@ CASES = (
 )
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ("gloo", "relay"))
 @pytest.mark.parametrize(("size", "function"), CASES)
 def test_gloo_and_relay(
@@ -185,6 +186,7 @@ def test_gloo_and_relay(
     ranks.run(size, function, name, fresh_seed(), timeout=None)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("size", "function"), CASES)
 def test_mpi(under_mpirun: MpiRanks, size: int, function: Callable[[str, int], object]) -> None:
     under_mpirun.run(size, function, "mpi", fresh_seed())

@@ -94,6 +94,7 @@ def end(program: Program, leave: bool) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("leave", (True, False), ids=("leave", "just end"))
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_process_ends_cleanly(ranks: RankServer, program: Program, leave: bool) -> None:

@@ -93,6 +93,7 @@ def test_every_system_is_measured_stored_and_plotted(tmp_path: Path) -> None:
     assert result.stdout.count("64 KiB") == 2
 
 
+@pytest.mark.slow
 def test_every_operation_gives_the_expected_result(tmp_path: Path) -> None:
     """Otherwise the exit code is 1, and the output names the system."""
     result = bench(
@@ -151,6 +152,7 @@ def test_json_goes_to_stdout_and_tables_to_stderr() -> None:
     assert "barrier, 2 ranks, us" in result.stderr
 
 
+@pytest.mark.slow
 def test_systems_that_die_or_hang_are_dropped_and_the_others_continue() -> None:
     with start_bench(
         "--op", "all_reduce,barrier", "--sizes", "4,1KiB", "--timeout", "40"
@@ -172,6 +174,7 @@ def test_systems_that_die_or_hang_are_dropped_and_the_others_continue() -> None:
     assert all(float(median) > 0 for median in cells[1:7:2])
 
 
+@pytest.mark.slow
 def test_no_rank_or_file_outlives_a_killed_parent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

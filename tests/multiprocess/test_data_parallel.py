@@ -195,6 +195,7 @@ def compare_with_one_process(seed: int) -> None:
             torch.testing.assert_close(state[index][key], value, rtol=1e-9, atol=1e-13)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("hosts", "cores"),
     [

@@ -82,6 +82,7 @@ def test_limits_of_the_process() -> None:
     assert found["address_space"]["values"]["limit"] == 40000000 * 1024
 
 
+@pytest.mark.slow
 def test_files_too_small_for_a_segment() -> None:
     found = find(1, before=shell("ulimit -f 1000"))
     assert found["segment"]["level"] == "problem"
@@ -89,6 +90,7 @@ def test_files_too_small_for_a_segment() -> None:
     assert "ulimit -f" in found["segment"]["advice"]
 
 
+@pytest.mark.slow
 def test_one_core() -> None:
     core = min(os.sched_getaffinity(0))
     found = find(before=("taskset", "--cpu-list", str(core)))
@@ -166,6 +168,7 @@ def test_wrong_usage(arguments: tuple[str, ...], environment: dict[str, str], te
     assert "Traceback" not in completed.stderr
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_job_on_simulated_hosts(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     options = ["--nproc-per-node", "3", "--simulate-hosts", "2"]

@@ -99,6 +99,7 @@ def read_concurrently(table: EmbeddingTable, all_rows: Tensor) -> None:
         last = pooled[:, 0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("writers", "size"), [(1, 3), (2, 4)])
 def test_reads_see_complete_rows(ranks: RankServer, writers: int, size: int) -> None:
     written = ranks.run(size, read_and_write, writers)
@@ -293,6 +294,7 @@ def train_with(
     return train(bag, [make_batch(step, trainer) for step in range(STEPS)])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("trainers", "servers", "split", "hosts", "is_collective"),
     [

@@ -191,6 +191,7 @@ def test_every_operation_counts(runner: FaultRunner) -> None:
     assert second == (*first[:-2], "recv", "monitored_barrier")
 
 
+@pytest.mark.slow
 def test_a_kill_at_every_operation(runner: FaultRunner) -> None:
     """As in the documentation: count the operations once, then kill the rank at each."""
     baseline = runner.run(call_all_operations, 2)

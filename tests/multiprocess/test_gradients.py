@@ -275,6 +275,7 @@ def world(request: pytest.FixtureRequest) -> World:
     return seed, phalanx.launch(run_all, world_size, (backend, seed), timeout=TIMEOUT)
 
 
+@pytest.mark.sampled(3)
 def test_averages_equal_oracle(world: World) -> None:
     seed, ranks = world
     for result in ranks:

@@ -49,6 +49,7 @@ def test_use_an_existing_group_and_keep_it(alone):
     assert dist.is_initialized()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("nprocs", [2, 4])
 def test_ranks_of_a_launched_job(nprocs):
     seed, backend = np.random.default_rng().integers(1 << 30), BACKEND

@@ -268,7 +268,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ("spawn", "fork"))
 @pytest.mark.parametrize("fail", ("fail", "end"))
 def test_processes_started_by_multiprocessing(
@@ -326,6 +326,7 @@ def test_torchrun(jobs: Path, tmp_path: Path, victim: str) -> None:
         assert job.ranks[1].ending == ""  # rank 0 may be stopped before it notices
 
 
+@pytest.mark.slow
 def test_torchrun_restarts(jobs: Path, tmp_path: Path) -> None:
     """All attempts share a store; the second must not use entries of the first."""
     (tmp_path / "script.py").write_text(

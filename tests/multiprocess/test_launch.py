@@ -63,6 +63,7 @@ def test_results_in_rank_order_and_the_environment(nprocs):
         assert port == results[0][2]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("nprocs", [1, 2, 4])
 def test_ranks_form_a_group_and_may_leave_it_open(nprocs):
     backend, seed = BACKEND, np.random.default_rng().integers(1 << 30)

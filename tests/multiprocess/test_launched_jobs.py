@@ -144,7 +144,7 @@ def test_a_failed_run_is_kept_and_explained(command: Command, jobs: Path) -> Non
     assert list(jobs.iterdir()) == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_is_kept(command: Command, number: signal.Signals) -> None:
     run = command.start("run", "--nproc-per-node", 2, command.script(WAIT_FOR_GO))
@@ -174,6 +174,7 @@ def test_a_killed_launcher_and_its_ranks(command: Command) -> None:
     assert job["state"] == "failed"
 
 
+@pytest.mark.slow
 def test_restarts_are_one_job(command: Command, jobs: Path) -> None:
     text = JOIN_GROUP + (
         "if attempt == 0:\n    rank == 1 and os._exit(5)\n    dist.barrier()\n"
@@ -210,6 +211,7 @@ def test_a_missing_script_leaves_no_job(command: Command, jobs: Path) -> None:
     assert not jobs.exists()
 
 
+@pytest.mark.slow
 def test_old_jobs_are_removed_when_a_new_one_starts(
     command: Command, jobs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +238,7 @@ def test_old_jobs_are_removed_when_a_new_one_starts(
     assert command.run("jobs", "--remove-ended")[1] == "nothing to remove: no job has ended\n"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("variable", "value"),
     [("PHALANX_JOBS_KEPT", "many"), ("PHALANX_JOBS_DIR", "here"), ("PHALANX_JOB", "../x")],
@@ -349,6 +352,7 @@ def test_phalanx_launch_sets_the_job_itself(name: str) -> None:
         phalanx.launch(os.getpid, 1, env={name: "x"})
 
 
+@pytest.mark.slow
 def test_a_launch_within_a_rank_is_a_separate_job(jobs: Path) -> None:
     def inner() -> str:
         import phalanx
@@ -390,6 +394,7 @@ model(torch.ones(8)).sum().backward()
 )
 
 
+@pytest.mark.slow
 def test_an_error_wrapped_by_ddp_is_a_consequence(command: Command) -> None:
     """DDP's C++ wraps PeerLost in a RuntimeError, which here is reported before the cause."""
     code, _, err = command.run("run", "--nproc-per-node", 2, command.script(DDP))

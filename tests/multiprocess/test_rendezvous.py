@@ -95,7 +95,7 @@ def form_group(init_function: InitFunction, port: int, leave: bool) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("leave", (True, False), ids=("leave", "exit"))
 @pytest.mark.parametrize("world_size", (1, 3))
 @pytest.mark.parametrize("init_function", INIT_FUNCTIONS)

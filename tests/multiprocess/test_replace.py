@@ -131,7 +131,7 @@ def run(path: Path, script: str, *options: str) -> tuple[int, str, str]:
     return result.returncode, result.stdout, result.stderr
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("names", "script", "said"),
     [
@@ -151,6 +151,7 @@ def test_unchanged_scripts(tmp_path: Path, names: str, script: str, said: str) -
     assert f"[rank 0] phalanx: runs in place of {said} (PHALANX_REPLACE)" in err
 
 
+@pytest.mark.slow
 def test_nothing_is_replaced_by_default(tmp_path: Path) -> None:
     code, out, err = run(tmp_path / "script.py", DEFAULT)
     assert code == 0, err
@@ -158,6 +159,7 @@ def test_nothing_is_replaced_by_default(tmp_path: Path) -> None:
     assert "phalanx:" not in err
 
 
+@pytest.mark.slow
 def test_only_named_backends_are_replaced(tmp_path: Path) -> None:
     code, out, err = run(tmp_path / "script.py", DEFAULT, "--replace", "mpi")
     assert code == 0, err

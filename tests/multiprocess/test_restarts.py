@@ -110,6 +110,7 @@ def test_exhausted_restarts(start: Start, port: int) -> None:
         assert err.count("  restarting all ranks") == 1, err
 
 
+@pytest.mark.slow
 def test_ranks_killed_at_random_times(start: Start, tmp_path: Path) -> None:
     """Even before a rank has executed the script, and while others are being started."""
     script = """
@@ -228,7 +229,7 @@ def test_a_host_killed_during_the_rendezvous(
         ), err
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend_name", ["static", "c10d"])
 def test_ctrl_c_ends_all_hosts_despite_remaining_restarts(
     start: Start, port: int, backend_name: str

@@ -21,8 +21,9 @@ from phalanx import rpc
 from phalanx.errors import PhalanxError
 from phalanx.rpc import workers
 from phalanx.rpc.agent import agent
-from phalanx.rpc.codec.message import Kind, encode_frame
-from phalanx.rpc.transport import auth, local
+from phalanx.rpc.event_loop import Reactor
+from phalanx.rpc.message import Kind, encode_frame
+from phalanx.rpc.transport import local
 from tests.fuzz.attack import run_attack
 from tests.ranks import RankServer
 from tests.waiting import wait_for
@@ -54,46 +55,28 @@ KEY = bytes(range(32))
 
 
 class AcceptorThread:
-    """An acceptor with a thread that authenticates connections, like the worker's reactor."""
+    """An acceptor with an event loop of its own."""
 
-    def __init__(self, name: str = "") -> None:
-        self.address = name or f"phalanx-test-{os.urandom(16).hex()}"
+    def __init__(self) -> None:
+        self.address = f"phalanx-test-{os.urandom(16).hex()}"
         self.rejected_count = 0
-        self.acceptor = auth.Acceptor(KEY, self.address, self._reject)
         self.authenticated: list[local.LocalConnection] = []
-        self._is_stopped = False
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
+        self._reactor = Reactor(lambda _: None, lambda: None)
+        self.acceptor = local.Acceptor(
+            KEY, self.address, self._reactor, self.authenticated.append, self._reject
+        )
+        self.acceptor.open()
+        self._reactor.threads.start()
 
     def _reject(self) -> None:
         self.rejected_count += 1
 
-    def _serve(self) -> None:
-        pending: list[int] = []
-        while not self._is_stopped:
-            pending += self.acceptor.accept()
-            for descriptor in self.acceptor.find_excess():
-                pending.remove(descriptor)
-                self.acceptor.reject(descriptor)
-            for descriptor in list(pending):
-                if not local.is_readable(descriptor):
-                    continue
-                connection = self.acceptor.authenticate(descriptor)
-                if connection is True:
-                    continue
-                pending.remove(descriptor)
-                if isinstance(connection, local.LocalConnection):
-                    self.authenticated.append(connection)
-                else:
-                    self.acceptor.reject(descriptor)
-            time.sleep(0.001)
-
     def close(self) -> None:
-        self._is_stopped = True
-        self._thread.join()
+        self._reactor.stop()
         self.acceptor.close()
         for connection in self.authenticated:
             connection.close()
+        self._reactor.close()
 
 
 @pytest.fixture
@@ -126,27 +109,27 @@ def is_rejected(client: socket.socket) -> bool:
 
 def test_proof_is_valid_for_one_connection(acceptor: AcceptorThread) -> None:
     """Neither the listener's proof nor that of another connection authenticates a connection."""
-    hello = auth._MAGIC + bytes(32)
+    initiator = local.make_handshake(KEY, acceptor.address, is_initiator=True)
+    hello, size = initiator.begin(), initiator.missing
     with connect(acceptor.address) as first, connect(acceptor.address) as second:
         first.sendall(hello)
-        data = receive(first, 64)
-        nonce, proof = data[:32], data[32:]
+        data = receive(first, size)
+        nonce, proof = data[-64:-32], data[-32:]
         # Its own challenge, reflected by a second connection, proves nothing.
-        second.sendall(auth._MAGIC + nonce)
-        reflected = receive(second, 64)[32:]
+        second.sendall(hello[:-32] + nonce)
+        reflected = receive(second, size)[-32:]
         first.sendall(reflected)
         second.sendall(proof)
         assert is_rejected(first)
         assert is_rejected(second)
     # A recorded proof of an accepted connection.
-    own = auth._derive_key(KEY, acceptor.address)
     with connect(acceptor.address) as good, connect(acceptor.address) as replay:
         good.sendall(hello)
-        proof = auth._make_proof(own, b"connects", receive(good, 64)[:32], bytes(32))
+        proof = initiator.receive(receive(good, size))
         good.sendall(proof)
         wait_for(lambda: len(acceptor.authenticated) == 1)
         replay.sendall(hello)
-        receive(replay, 64)
+        receive(replay, size)
         replay.sendall(proof)
         assert is_rejected(replay)
     wait_for(lambda: (len(acceptor.authenticated), acceptor.rejected_count) == (1, 3))
@@ -163,30 +146,30 @@ def test_proof_is_valid_at_one_address(acceptor: AcceptorThread) -> None:
             caller, _ = listener.accept()
             with caller, connect(acceptor.address) as server:
                 server.sendall(receive(caller, 40))
-                caller.sendall(receive(server, 64))
+                caller.sendall(receive(server, 72))
                 receive(caller, 1)
 
         thread = threading.Thread(target=relay)
         thread.start()
         with pytest.raises(PhalanxError, match="does not know the job's key"):
-            auth.connect(KEY, fake_address)
+            local.connect(KEY, fake_address)
         thread.join(20)
     assert not acceptor.authenticated
 
 
 def test_listener_must_prove_the_key(acceptor: AcceptorThread) -> None:
     with pytest.raises(PhalanxError, match="does not know the job's key"):
-        auth.connect(bytes(32), acceptor.address)
+        local.connect(bytes(32), acceptor.address)
     with pytest.raises(OSError, match="refused"):
-        auth.connect(KEY, "phalanx-test-nobody")
+        local.connect(KEY, "phalanx-test-nobody")
 
 
 def test_process_of_another_user(acceptor: AcceptorThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections with processes of another user are rejected in both directions."""
     users = iter((4242, os.geteuid(), 4242))
-    monkeypatch.setattr(auth, "_peer_user", lambda _: next(users))
+    monkeypatch.setattr(local, "_peer_user", lambda _: next(users))
     with pytest.raises(PhalanxError, match="another user"):
-        auth.connect(KEY, acceptor.address)
+        local.connect(KEY, acceptor.address)
     # The second user id is the listener's view of this process; the third is another user.
     wait_for(lambda: acceptor.rejected_count == 1)
     with connect(acceptor.address) as client:
@@ -199,11 +182,11 @@ def test_many_silent_connections(acceptor: AcceptorThread) -> None:
     try:
         for number in range(300):
             silent.append(connect(acceptor.address))
-            silent[-1].send(auth._MAGIC[:1])
+            silent[-1].send(local._PROTOCOL[:1])
             if number % 50 == 0:
-                auth.connect(KEY, acceptor.address).close()
-        wait_for(lambda: acceptor.rejected_count >= 300 - auth._MAX_HANDSHAKES)
-        assert len(acceptor.acceptor._handshakes) <= auth._MAX_HANDSHAKES
+                local.connect(KEY, acceptor.address).close()
+        wait_for(lambda: acceptor.rejected_count >= 300 - local._MAX_HANDSHAKES)
+        assert len(acceptor.acceptor._pending) <= local._MAX_HANDSHAKES
     finally:
         for client in silent:
             client.close()
@@ -262,7 +245,7 @@ def log_rejections() -> list[str]:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         canary = f"{os.environ['FOLDER']}/canary"
         bomb = encode_frame(
-            Kind.CALL, 0, 0, 1, payload=pickle.dumps((Path.touch, (Path(canary),), {}, 1))
+            Kind.CALL, 0, 1, payload=pickle.dumps((Path.touch, (Path(canary),), {}, 1))
         )
         for _ in range(5):
             client = context.socket(zmq.DEALER)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout, PhalanxError, RemoteError, UsageError
-from phalanx.rpc import calls
 from phalanx.rpc.agent import agent
 from tests.ranks import RankServer
 from tests.waiting import wait_for
@@ -159,9 +158,9 @@ def check_values() -> None:
     assert [each.name for each in rpc.get_worker_infos()] == [
         worker_name(rank) for rank in range(3)
     ]
-    assert (rpc.get_worker_info().id, calls.get_root_worker()) == (0, 0)
-    assert rpc.rpc_sync(worker_name(2), calls.get_root_worker) == 0
-    assert rpc.rpc_sync(worker_name(2), rpc.rpc_sync, (worker_name(1), calls.get_root_worker)) == 0
+    assert rpc.get_worker_info().id == 0
+    nested = rpc.rpc_sync(worker_name(2), rpc.rpc_sync, (worker_name(1), rpc.get_worker_info))
+    assert nested.id == 1
 
 
 def check_tensors() -> None:

@@ -50,7 +50,7 @@ def leased_count() -> int:
 
 
 def active_threads() -> int:
-    return agent()._reactor.threads.active_count
+    return agent().reactor.threads.active_count
 
 
 def wait_until_all_returned(*workers: int) -> None:
@@ -233,7 +233,7 @@ def call_dying_workers(is_mapped: bool) -> None:
     rpc.rpc_sync(2, inject_before_copy, (die,))
     with pytest.raises(PeerLost, match=r"worker 'w2' .*died.* waited for call_back"):
         rpc.rpc_sync(2, call_back)
-    wait_for(lambda: agent()._reactor.threads.active_count == 0)
+    wait_for(lambda: agent().reactor.threads.active_count == 0)
     assert leased_count() == 0
 
 

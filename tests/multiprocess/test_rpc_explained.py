@@ -111,6 +111,7 @@ def test_hanging_callee(job: subprocess.Popen[str], tmp_path: Path) -> None:
     assert list(Path(os.environ["PHALANX_JOBS_DIR"]).iterdir()) == []
 
 
+@pytest.mark.slow
 def test_calls_of_a_killed_job(job: subprocess.Popen[str], tmp_path: Path) -> None:
     """Kill the launcher and all workers."""
     wait_for(lambda: list(tmp_path.glob("slow*")), LIMIT)

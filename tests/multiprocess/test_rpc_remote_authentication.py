@@ -186,7 +186,7 @@ def test_recorded_and_changed_data(echo_router: EchoRouter) -> None:
     recorded = b"".join(proxy.recorded)
     assert len(recorded) > 64 + 200
     assert b"a secret" not in recorded
-    public = z85.decode(context._public)
+    public = z85.decode(context._server.public)
     assert public not in recorded  # with the key of the server anyone could connect
     host, _, port = echo_router.router.address.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port)), timeout=20) as replay:

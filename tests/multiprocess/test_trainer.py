@@ -104,6 +104,7 @@ def train_on_gloo(seed: int) -> list[Any]:
         dist.destroy_process_group()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("setting", ["1", "2", "4", "2 on gloo"])
 def test_equals_plain_loop(ranks: RankServer, setting: str) -> None:
     seed = random.randrange(2**31)

@@ -14,7 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from phalanx.errors import LaunchError
-from phalanx.launcher import handshake, tunnel
+from phalanx.launcher import tunnel
+from phalanx.launcher.handshake import make_handshake
 from phalanx.launcher.store import HOST, host_store
 from phalanx.launcher.tunnel import TunnelClient, TunnelServer
 
@@ -116,14 +117,13 @@ def test_unauthenticated_connections_have_no_effect(
             with contextlib.suppress(ConnectionError):
                 stranger.sendall(garbage)
                 stranger.shutdown(socket.SHUT_WR)
-            # It receives only a challenge and a rejection.
-            assert len(read_until_closed(stranger)) <= len(handshake._GREETING) + 32 + 1
+            assert read_until_closed(stranger) == b""
         start = time.monotonic()
         join_and_use_store(make_client(guarded_store.port))
         assert time.monotonic() - start < 5
         assert guarded_store.store.num_keys() == keys + 1  # the entry of `join_and_use_store`
         # The first idle connection was dropped in favour of later ones.
-        assert len(read_until_closed(idle[0])) <= len(handshake._GREETING) + 32
+        assert read_until_closed(idle[0]) == b""
 
 
 def test_a_flood_from_one_address_spares_other_addresses(
@@ -133,24 +133,28 @@ def test_a_flood_from_one_address_spares_other_addresses(
     with contextlib.ExitStack() as stack:
         slow = socket.create_connection((HOST, guarded_store.port), LIMIT, ("127.0.0.2", 0))
         stack.enter_context(slow)
-        slow.recv(len(handshake._GREETING) + 32, socket.MSG_WAITALL)
+        initiator = make_handshake(KEY, is_initiator=True)
+        slow.sendall(initiator.begin())
+        slow.recv(initiator.missing, socket.MSG_WAITALL)
         idle = [stack.enter_context(guarded_store.connect()) for _ in range(12)]
         for connection in idle[:4]:
             read_until_closed(connection)
         slow.sendall(bytes(64))
-        assert read_until_closed(slow) == b"\0", "the handshake was dropped"
+        read_until_closed(slow)
+        assert guarded_store.notices == ["rejected 127.0.0.2: it has a different key or none"], (
+            "the handshake was dropped"
+        )
 
 
 @pytest.mark.parametrize("hello", (b"[" * 4000, b"[]", b"{", bytes(9)))
 def test_a_malformed_hello(guarded_store: GuardedStore, hello: bytes) -> None:
     with guarded_store.connect() as client_socket:
-        server_nonce = client_socket.recv(len(handshake._GREETING) + 32, socket.MSG_WAITALL)[-32:]
-        client_nonce = bytes(32)
-        client_socket.sendall(
-            client_nonce + handshake._proof(KEY, "client", server_nonce, client_nonce)
-        )
+        initiator = make_handshake(KEY, is_initiator=True)
+        client_socket.sendall(initiator.begin())
+        answer = client_socket.recv(initiator.missing, socket.MSG_WAITALL)
+        client_socket.sendall(initiator.receive(answer))
         client_socket.sendall(len(hello).to_bytes(4, "big") + hello)
-        assert len(read_until_closed(client_socket)) == 1 + 32
+        assert read_until_closed(client_socket) == b""
     assert guarded_store.notices
     assert "its hello" in guarded_store.notices[0]
 
@@ -183,15 +187,19 @@ def test_a_proof_cannot_be_replayed(
             joining = threading.Thread(target=lambda: _connect_ignoring_errors(client))
             joining.start()
             client_socket = stack.enter_context(listener.accept()[0])
+            opening = client_socket.recv(1024)
             first = stack.enter_context(guarded_store.connect())
-            greeting = first.recv(len(handshake._GREETING) + 32, socket.MSG_WAITALL)
-            client_socket.sendall(greeting)
-            proof = client_socket.recv(64, socket.MSG_WAITALL)
+            first.sendall(opening)
+            answer = first.recv(1024)
+            client_socket.sendall(answer)
+            proof = client_socket.recv(32, socket.MSG_WAITALL)
             replay = stack.enter_context(guarded_store.connect())
-            assert replay.recv(len(handshake._GREETING) + 32, socket.MSG_WAITALL) != greeting
+            replay.sendall(opening)
+            assert replay.recv(len(answer), socket.MSG_WAITALL) != answer
             replay.sendall(proof)
-            assert read_until_closed(replay) == b"\0"
-            client_socket.sendall(b"\0")
+            assert read_until_closed(replay) == b""
+            assert guarded_store.notices == [f"rejected {HOST}: it has a different key or none"]
+            client_socket.close()
             joining.join(LIMIT)
             assert not joining.is_alive()
 

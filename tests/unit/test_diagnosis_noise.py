@@ -126,6 +126,7 @@ jobs = st.integers(0, 5).flatmap(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(jobs)
 def test_any_job_gets_a_diagnosis_and_a_report(job: Job) -> None:

@@ -147,6 +147,7 @@ def test_replacement_needs_autoload(monkeypatch: pytest.MonkeyPatch) -> None:
         parse(["--replace", "gloo", "--nproc-per-node", "1", __file__])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("value", ("gloo", "glo"))
 @pytest.mark.parametrize("first", ("torch", "phalanx.errors", "phalanx.backend.process_group"))
 def test_importing_torch_never_fails(value: str, first: str) -> None:

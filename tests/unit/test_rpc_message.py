@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.rpc.codec.message import (
+from phalanx.rpc.message import (
     DTYPES,
     Kind,
     Malformed,
@@ -29,7 +29,7 @@ tables = st.tuples(st.sampled_from(DTYPES), st.sampled_from(TensorLocation), sha
 
 @given(
     kind=st.sampled_from(Kind),
-    numbers=st.tuples(st.integers(0, WORKERS - 1), st.integers(0, WORKERS - 1)),
+    source=st.integers(0, WORKERS - 1),
     call=st.integers(0, 2**64 - 1),
     tensors=st.lists(
         st.tuples(st.sampled_from(DTYPES), st.sampled_from(TensorLocation), shapes), max_size=5
@@ -37,7 +37,7 @@ tables = st.tuples(st.sampled_from(DTYPES), st.sampled_from(TensorLocation), sha
     metadata=st.binary(max_size=30),
     payload=st.binary(max_size=300),
 )
-def test_round_trip(kind, numbers, call, tensors, metadata, payload) -> None:
+def test_round_trip(kind, source, call, tensors, metadata, payload) -> None:
     descriptors = [
         TensorDescriptor(dtype, location, shape, 3, 4, 5) for dtype, location, shape in tensors
     ]
@@ -52,11 +52,11 @@ def test_round_trip(kind, numbers, call, tensors, metadata, payload) -> None:
         if descriptor.location is TensorLocation.OUT_OF_BAND and descriptor.size
     ]
     out_of_band = [memoryview(os.urandom(size)) for size in sizes]
-    frame = encode_frame(kind, *numbers, call, 7, descriptors, metadata, payload, inline_data)
+    frame = encode_frame(kind, source, call, 7, descriptors, metadata, payload, inline_data)
     message = parse(frame, out_of_band, WORKERS)
     assert message == (
         kind,
-        *numbers,
+        source,
         call,
         7,
         descriptors,
@@ -73,7 +73,7 @@ def make_frame() -> bytes:
         TensorDescriptor(torch.float32, TensorLocation.INLINE, (2, 3)),
         TensorDescriptor(torch.int64, TensorLocation.SHARED, (900,)),
     ]
-    return encode_frame(Kind.CALL, 1, 2, 3, 4, descriptors, b"metadata", b"payload", [bytes(24)])
+    return encode_frame(Kind.CALL, 2, 3, 4, descriptors, b"metadata", b"payload", [bytes(24)])
 
 
 @given(st.binary(max_size=200))
@@ -96,7 +96,7 @@ def test_damage() -> None:
     for extra in ([memoryview(b"more")], [memoryview(b"")]):
         with pytest.raises(Malformed, match="more out-of-band frames"):
             parse(frame, extra, WORKERS)
-    with pytest.raises(Malformed, match="source 1, root 2, 2 workers"):
+    with pytest.raises(Malformed, match="invalid worker id 2 of 2 workers"):
         parse(frame, [], 2)
 
 

@@ -21,8 +21,8 @@ from phalanx.embedding.sharding import Sharding, make_sharding
 from phalanx.embedding.table import EmbeddingTable, TableHandle
 from phalanx.errors import CheckpointError, CollectiveTimeout, PeerLost, PhalanxError, UsageError
 from phalanx.rpc import calls
+from phalanx.rpc.agent import agent
 from phalanx.rpc.functions import async_execution
-from phalanx.rpc.peer import add_loss_listener, get_loss_reason
 from phalanx.rpc.rref import RRef
 
 __all__ = ["EmbeddingServer", "TableSpec", "deploy", "load", "save"]
@@ -249,11 +249,11 @@ class EmbeddingServer:
             return
         server_ref = weakref.ref(self)
 
-        def on_loss(lost_worker: int) -> None:
+        def on_loss(lost_worker: int, reason: str) -> None:
             if lost_worker == worker and (server := server_ref()) is not None:
-                server.mark_lost(trainer, get_loss_reason(lost_worker))
+                server.mark_lost(trainer, reason)
 
-        add_loss_listener(on_loss)
+        agent().loss_listeners.append(on_loss)
 
     def mark_lost(self, trainer: int, reason: str) -> None:
         """Mark a trainer as dead: pending updates and all later ones raise `PeerLost`.

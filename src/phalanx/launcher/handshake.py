@@ -1,22 +1,25 @@
-"""Mutual authentication of two hosts of a job by its key.
+"""The start of a connection to the tunnel server: authentication by the job's key, then a hello.
 
-The tunnel server sends a challenge; the client answers it and challenges the server. The key itself
-is never sent. Then the client sends a hello with its description and the service it requests, and
-the server replies with an error or an empty text. After that the connection belongs to the
-requested service. It is not encrypted: the handshake rejects connections without the key, but does
-not protect against attackers who can change packets in transit.
+After the handshake (`phalanx.system.authentication`), the client sends a hello with its description
+and the service it requests, and the server replies with an error or an empty text. After that the
+connection belongs to the requested service. It is not encrypted.
 """
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-import hmac
 import json
-import secrets
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.key import derive
+from phalanx.system.authentication import (
+    AuthenticationError,
+    Handshake,
+    ProtocolMismatch,
+    WrongKey,
+)
+
+if TYPE_CHECKING:
+    from asyncio import StreamReader, StreamWriter
 
 __all__ = [
     "HandshakeError",
@@ -26,10 +29,7 @@ __all__ = [
     "send_reply",
 ]
 
-_GREETING = b"phalanx tunnel 1\n"
-_NONCE_SIZE = 32
-_PROOF_SIZE = hashlib.sha256().digest_size
-_ACCEPTED, _REJECTED = b"\1", b"\0"
+_PROTOCOL = b"phalanx tunnel 2\n"
 _MAX_HELLO_BYTES = 4096
 """The maximum size of a hello, in bytes."""
 
@@ -43,7 +43,7 @@ class HandshakeError(Exception):
 
 
 async def authenticate_client(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes
+    reader: StreamReader, writer: StreamWriter, key: bytes
 ) -> dict[str, Any]:
     """Authenticate a client and return its hello.
 
@@ -54,24 +54,20 @@ async def authenticate_client(
         EOFError: The client has closed the connection.
         OSError: The connection is broken.
     """
-    own_nonce = secrets.token_bytes(_NONCE_SIZE)
-    writer.write(_GREETING + own_nonce)
-    peer_nonce = await reader.readexactly(_NONCE_SIZE)
-    proof = await reader.readexactly(_PROOF_SIZE)
-    if not hmac.compare_digest(proof, _proof(key, "client", own_nonce, peer_nonce)):
-        writer.write(_REJECTED)
-        raise HandshakeError("it has a different key or none")
-    writer.write(_ACCEPTED + _proof(key, "server", own_nonce, peer_nonce))
+    try:
+        await _authenticate(reader, writer, make_handshake(key, is_initiator=False))
+    except AuthenticationError:
+        raise HandshakeError("it has a different key or none") from None
     return await _receive(reader)
 
 
-def send_reply(writer: asyncio.StreamWriter, error: str) -> None:
+def send_reply(writer: StreamWriter, error: str) -> None:
     """Reply to a client's hello with an error; empty if the hello is accepted."""
     _send(writer, {"error": error})
 
 
 async def authenticate_to_server(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, hello: dict[str, Any]
+    reader: StreamReader, writer: StreamWriter, key: bytes, hello: dict[str, Any]
 ) -> None:
     """Authenticate this host and the tunnel server to each other, and send a hello.
 
@@ -80,16 +76,18 @@ async def authenticate_to_server(
         EOFError: The server has closed the connection.
         OSError: The connection is broken.
     """
-    greeting = await reader.readexactly(len(_GREETING))
-    if greeting != _GREETING:
-        raise RejectedError("the program there is not `phalanx run`, or is a different version")
-    peer_nonce, own_nonce = await reader.readexactly(_NONCE_SIZE), secrets.token_bytes(_NONCE_SIZE)
-    writer.write(own_nonce + _proof(key, "client", peer_nonce, own_nonce))
-    if await reader.readexactly(1) != _ACCEPTED:
-        raise RejectedError("the two hosts have different keys, or only one of them has a key")
-    proof = await reader.readexactly(_PROOF_SIZE)
-    if not hmac.compare_digest(proof, _proof(key, "server", peer_nonce, own_nonce)):
-        raise RejectedError("the server there does not have this job's key")
+    handshake = make_handshake(key, is_initiator=True)
+    try:
+        await _authenticate(reader, writer, handshake)
+    except ProtocolMismatch:
+        raise RejectedError(
+            "the program there is not `phalanx run`, or is a different version"
+        ) from None
+    except WrongKey:
+        writer.write(handshake.refuse())  # the server reports it too
+        raise RejectedError(
+            "the two hosts have different keys, or only one of them has a key"
+        ) from None
     _send(writer, hello)
     try:
         reply = await _receive(reader)
@@ -99,18 +97,27 @@ async def authenticate_to_server(
         raise RejectedError(str(reply["error"]))
 
 
-def _proof(key: bytes, role: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    return hmac.digest(
-        derive(key, "tunnel"), role.encode() + server_nonce + client_nonce, hashlib.sha256
-    )
+def make_handshake(key: bytes, *, is_initiator: bool) -> Handshake:
+    """Return one side of the handshake; the client is the initiator."""
+    return Handshake(derive(key, "tunnel"), _PROTOCOL, is_initiator=is_initiator)
 
 
-def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+async def _authenticate(reader: StreamReader, writer: StreamWriter, handshake: Handshake) -> None:
+    writer.write(handshake.begin())
+    while handshake.missing:
+        # Less than what is missing can be enough to notice another protocol.
+        data = await reader.read(handshake.missing)
+        if not data:
+            raise EOFError("the connection was closed during the handshake")
+        writer.write(handshake.receive(data))
+
+
+def _send(writer: StreamWriter, message: dict[str, Any]) -> None:
     text = json.dumps(message).encode()
     writer.write(len(text).to_bytes(4, "big") + text)
 
 
-async def _receive(reader: asyncio.StreamReader) -> dict[str, Any]:
+async def _receive(reader: StreamReader) -> dict[str, Any]:
     size = int.from_bytes(await reader.readexactly(4), "big")
     if size > _MAX_HELLO_BYTES:
         raise HandshakeError(f"its hello has {size} bytes")

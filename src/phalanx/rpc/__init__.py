@@ -6,24 +6,22 @@ the workers rendezvous through the store of the process group.
 
 The modules, from the bottom up:
 
-- `event_loop` (event loop and its threads)
-- `codec` (format of messages, and pickling)
+- `event_loop` (event loop and its threads), `message` (format of messages)
+- `functions` (functions that return futures, and futures of calls)
 - `shared_memory` (tensors in memory that workers of one host share)
 - `transport` (connections between workers, and their authentication)
 - `workers` (rendezvous of the workers)
 - `reference_counting` (values that `RRef`s refer to, and the counts of their references)
-- `functions` and `futures` (functions that return futures, and futures of calls)
-- `peer` (another worker), `message_codec` (messages with their tensors) and `call_log` (unanswered
-  calls, for `phalanx explain`)
-- `server` (execution of requests) and `agent` (this worker)
+- `peer` (another worker), `pickling`, `codec` (messages with their tensors) and `call_log`
+  (unanswered calls, for `phalanx explain`)
+- `agent` (this worker) and `server` (execution of requests)
 - `calls` (for users)
 - `autograd` (gradients through calls)
 - `rref`, `init`, `remote_module` and `optimizer` (for users)
 
-A call passes from `calls` through `agent` and `peer` to `message_codec`, which uses
-`codec.pickling` and `codec.message`, and then through a connection (`transport.local`) to the other
-worker. There `event_loop.reactor` reads it and `server` executes it. The answer takes the same
-connection back.
+A call passes from `calls` through `agent` and `peer` to `codec`, which uses `pickling` and
+`message`, and then through a connection (`transport.local`) to the other worker. There `event_loop`
+reads it and `server` executes it. The answer takes the same connection back.
 """
 
 from phalanx.rpc import autograd, functions

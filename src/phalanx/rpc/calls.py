@@ -18,7 +18,7 @@ import torch
 
 from phalanx.errors import UsageError
 from phalanx.rpc.agent import UNSET, agent, agent_or_none, seconds
-from phalanx.rpc.codec.message import Kind
+from phalanx.rpc.message import Kind
 from phalanx.rpc.workers import WorkerInfo
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = [
     "begin",
     "describe_call",
-    "get_root_worker",
     "get_rpc_timeout",
     "get_worker_info",
     "get_worker_infos",
@@ -147,18 +146,6 @@ def get_worker_infos() -> list[WorkerInfo]:
         ['ps']
     """
     return [peer.info for peer in agent().peers]
-
-
-def get_root_worker() -> int:
-    """Return the id of the worker on whose behalf this thread works.
-
-    This is the worker that made the outermost of the nested calls in progress. If this thread
-    executes no call, it is this worker.
-
-    Raises:
-        UsageError: RPC is not initialized.
-    """
-    return agent().root_worker()
 
 
 def get_rpc_timeout() -> float:

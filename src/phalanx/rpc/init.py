@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import atexit
 import enum
+import itertools
 import math
 import os
 import select
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,12 +25,13 @@ from phalanx.errors import ArgumentTypeError, PeerLost, PhalanxError, UsageError
 from phalanx.observe import exception_hook, recorder
 from phalanx.rpc import workers
 from phalanx.rpc.agent import Agent, agent, agent_or_none, set_agent
-from phalanx.rpc.autograd import graph
-from phalanx.rpc.codec.message import Kind
-from phalanx.rpc.futures import end_at_first_failure
+from phalanx.rpc.autograd.graph import AutogradGraph, PeerGraphs
+from phalanx.rpc.functions import end_at_first_failure
+from phalanx.rpc.message import Kind
 from phalanx.rpc.peer import Peer
+from phalanx.rpc.server import RpcServer
 from phalanx.rpc.shared_memory.sender import ShmSender
-from phalanx.rpc.transport.auth import HANDSHAKE_TIMEOUT
+from phalanx.rpc.transport.local import HANDSHAKE_TIMEOUT
 from phalanx.rpc.workers import WorkerInfo, WorkerRecord
 
 if TYPE_CHECKING:
@@ -48,9 +50,10 @@ __all__ = [
 _INIT_SECONDS = 300.0
 _STEP_SECONDS = 0.05
 _EXIT_MILLISECONDS = 5000
-_init_count = [0]
-# Stores that this module made: rank 0's serves the others until all have left.
+_init_numbers = itertools.count(1)
+"""The numbers of the calls of `init_rpc`, which keep the entries of each in the store apart."""
 _stores: list[Any] = []
+"""Stores that this module made: rank 0's serves the others until all have left."""
 _DEFAULT_INIT_METHOD = "env://"
 _DEFAULT_TIMEOUT = 60.0
 """The default timeout of a call, in seconds; the same as PyTorch's."""
@@ -85,7 +88,7 @@ class RpcBackendOptions:
     init_method: str = _DEFAULT_INIT_METHOD
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
     """Options of `init_rpc` with PyTorch's signature.
 
@@ -104,25 +107,16 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
     init_method: str = _DEFAULT_INIT_METHOD
     device_maps: Mapping[str, Any] | None = None
     devices: Sequence[Any] | None = None
+    _transports: InitVar[Any] = None
+    _channels: InitVar[Any] = None
 
-    def __init__(
-        self,
-        *,
-        num_worker_threads: int = 16,
-        rpc_timeout: float = _DEFAULT_TIMEOUT,
-        init_method: str = _DEFAULT_INIT_METHOD,
-        device_maps: Mapping[str, Any] | None = None,
-        devices: Sequence[Any] | None = None,
-        **_transports: Any,
-    ) -> None:
-        if not isinstance(rpc_timeout, int | float):
+    def __post_init__(self, _transports: object, _channels: object) -> None:
+        if not isinstance(self.rpc_timeout, int | float):
             raise ArgumentTypeError(
-                f"incompatible constructor arguments: rpc_timeout={rpc_timeout!r}, expected seconds"
+                f"incompatible constructor arguments: rpc_timeout={self.rpc_timeout!r}, expected "
+                "seconds"
             )
-        super().__init__(rpc_timeout, init_method)
-        self.num_worker_threads, self.devices = num_worker_threads, devices
-        self.device_maps = device_maps
-        if device_maps:
+        if self.device_maps:
             raise UsageError(
                 "device_maps: RPC sends CPU tensors only; send tensor.cpu(), and move it to the "
                 "device on the receiver"
@@ -137,9 +131,6 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.devices = devices
 
 
-_BACKEND_NAMES = {kind.name for kind in BackendType}
-
-
 def _check_options(backend: object, options: Any) -> Any:
     """Return the options to use.
 
@@ -147,7 +138,7 @@ def _check_options(backend: object, options: Any) -> Any:
         ArgumentTypeError: An argument has a type that `init_rpc` does not accept.
     """
     if backend is not None and not (
-        isinstance(backend, enum.Enum) and backend.name in _BACKEND_NAMES
+        isinstance(backend, enum.Enum) and backend.name in BackendType.__members__
     ):
         raise ArgumentTypeError(
             f"Argument backend must be a member of BackendType, got {backend!r}"
@@ -219,14 +210,15 @@ def init_rpc(
     try:
         own = workers.make_record(name, shm_sender)
         store, rank, world_size = _rendezvous(options.init_method, rank, world_size)
-        _init_count[0] += 1
-        store = PrefixStore(f"phalanx-rpc/{_init_count[0]}", store)
+        store = PrefixStore(f"phalanx-rpc/{next(_init_numbers)}", store)
         key = _key(store, rank, world_size, own, timeout)
     except BaseException:
         shm_sender.close()
         raise
-    new = Agent(WorkerInfo(name, rank), options.rpc_timeout, shm_sender, key, own.address)
+    hook = AutogradGraph(rank, PeerGraphs())
+    new = Agent(WorkerInfo(name, rank), options.rpc_timeout, shm_sender, key, hook)
     try:
+        server = RpcServer(new, key, own.address)
         recorder.publish_job(store)
         records = workers.exchange_records(store, rank, world_size, own, timeout)
         recorder.open_for_workers(store, rank, world_size)
@@ -235,13 +227,12 @@ def init_rpc(
             new.on_arrival = WorkerBarrier(new, world_size).arrive
         # Once started, the agent may execute a call, which may make calls itself.
         set_agent(new)
-        graph.init(rank)
         end_at_first_failure()
+        server.open()
         new.start(peers)
     except BaseException:
         set_agent(None)
         new.close(graceful=True)
-        graph.close()
         raise
     try:
         _join(new, timeout)
@@ -280,7 +271,6 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     finally:
         set_agent(None)
         own.close(graceful)
-        graph.close()
         _stores.clear()
 
 
@@ -297,7 +287,7 @@ class WorkerBarrier:
         self._lock = threading.Lock()
         self._arrivals: dict[int, tuple[int, Callable[[Any], None], Callable[[Any], None]]] = {}
         self._last: dict[int, int] = {}
-        own.on_lost = self._handle_loss
+        own.loss_listeners.append(lambda _worker, reason: self._refuse(reason))
 
     def arrive(
         self,
@@ -307,30 +297,27 @@ class WorkerBarrier:
         send_exception: Callable[[BaseException], None],
     ) -> None:
         """Record an arrival; once all workers have arrived, answer each whether this is the end."""
-        loss_reason = ""
         with self._lock:
             self._arrivals[worker] = activity, send_result, send_exception
-            loss_reason = next(
-                (peer.loss_reason for peer in self._own.peers if peer.loss_reason), ""
-            )
-            if not loss_reason and len(self._arrivals) < self._size:
-                return
-            arrivals, self._arrivals = self._arrivals, {}
-        now = {each: entry[0] for each, entry in arrivals.items()}
-        is_end, self._last = now == self._last, now
-        # This worker comes last, since it leaves as soon as it has its answer.
-        for each in sorted(arrivals, reverse=True):
-            _, answer, refuse = arrivals[each]
-            if loss_reason:
-                refuse(PeerLost(loss_reason))
-            else:
+            is_complete = len(self._arrivals) == self._size
+        if lost := next((peer for peer in self._own.peers if peer.loss_reason), None):
+            self._refuse(lost.loss_reason)
+        elif is_complete:
+            arrivals = self._take_arrivals()
+            now = {each: activity for each, (activity, _, _) in arrivals}
+            is_end, self._last = now == self._last, now
+            for _, (_, answer, _) in arrivals:
                 answer(is_end)
 
-    def _handle_loss(self, reason: str) -> None:
+    def _refuse(self, reason: str) -> None:
+        for _, (_, _, refuse) in self._take_arrivals():
+            refuse(PeerLost(reason))
+
+    def _take_arrivals(self) -> list[tuple[int, Any]]:
+        """Return the arrivals, this worker's last, since it leaves as soon as it has its answer."""
         with self._lock:
             arrivals, self._arrivals = self._arrivals, {}
-        for worker in sorted(arrivals, reverse=True):
-            arrivals[worker][2](PeerLost(reason))
+        return sorted(arrivals.items(), reverse=True, key=lambda each: each[0])
 
 
 def _key(store: Store, rank: int, size: int, own: WorkerRecord, timeout: float) -> bytes:
@@ -410,7 +397,7 @@ def _join(own: Agent, timeout: float) -> None:
     for peer in own.peers:
         if not peer.is_local:
             try:
-                own.call(peer, Kind.HELLO, None, "hello", timeout)
+                own.begin(peer, Kind.HELLO, None, "hello", timeout).wait()
             except PhalanxError as error:
                 if peer.has_left:
                     raise
@@ -421,7 +408,7 @@ def _join(own: Agent, timeout: float) -> None:
     # Worker 0 may still be waiting for the addresses of workers on other hosts.
     own.handshake_timeout = math.inf
     try:
-        own.call(own.peers[0], Kind.ARRIVE, (own.activity,), "all workers to arrive", timeout)
+        _arrive(own, "all workers to arrive", timeout)
     except PeerLost:
         # Worker 0 may have left because of a dead worker, and may have exited since.
         if dead := next((each for each in own.peers if each.has_died and not each.has_left), None):
@@ -438,14 +425,18 @@ def _wait_all_workers(own: Agent, timeout: float) -> None:
         while own.outstanding and (end is None or time.monotonic() < end):
             time.sleep(_STEP_SECONDS)
         remaining = 0.0 if end is None else max(0.001, end - time.monotonic())
-        activity = own.activity
         try:
-            is_end = own.call(
-                own.peers[0], Kind.ARRIVE, (activity,), "all workers to leave", remaining
-            )
+            is_end = _arrive(own, "all workers to leave", remaining)
         except PeerLost:
             _wait_for_exit(own)
             raise
+
+
+def _arrive(own: Agent, description: str, timeout: float) -> bool:
+    """Arrive at the barrier of worker 0; return whether all workers were idle meanwhile."""
+    body = (own.activity,)
+    is_end: bool = own.begin(own.peers[0], Kind.ARRIVE, body, description, timeout).wait()
+    return is_end
 
 
 def _wait_for_exit(own: Agent) -> None:

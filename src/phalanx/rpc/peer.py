@@ -6,33 +6,49 @@ import os
 import select
 import threading
 from collections import deque
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from phalanx.errors import PeerLost, PhalanxError
-from phalanx.rpc.event_loop.reactor import EventFd
-from phalanx.rpc.futures import PendingFuture
-from phalanx.rpc.transport import auth, local
+from phalanx.errors import CallTimeout, PeerLost, PhalanxError
+from phalanx.rpc.event_loop import EventFd
+from phalanx.rpc.transport import local
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import torch
 
     from phalanx.rpc.transport.remote import RemoteConnection, RemoteContext, RemoteDealer
     from phalanx.rpc.workers import WorkerInfo, WorkerRecord
 
-__all__ = ["Peer", "add_loss_listener", "get_loss_reason", "notify_loss_listeners"]
+__all__ = ["Peer", "PendingFuture"]
 
 _EXIT_MILLISECONDS = 1_000
 _DRAIN_MILLISECONDS = 200
-_loss_listeners: list[Callable[[int], None]] = []
-_loss_reasons: dict[int, str] = {}
 
 
-def _open_pidfd(record: WorkerRecord) -> int:
-    try:
-        return os.pidfd_open(record.pid)
-    except ProcessLookupError:
-        return os.eventfd(1)  # readable from the start
+@dataclass
+class PendingFuture:
+    """A call whose future has no result yet.
+
+    Attributes:
+        future: The future of the result.
+        description: A description of the call, for messages.
+        keepalive: An object to keep alive until the answer arrives.
+        grad: True if the calling thread recorded gradients.
+        end: The deadline, in monotonic seconds.
+        since: The start, in monotonic seconds.
+    """
+
+    future: torch.futures.Future[Any]
+    description: str
+    keepalive: object
+    grad: bool
+    end: float
+    since: float
+
+    def timeout_error(self) -> CallTimeout:
+        """Return the error for a call that has no answer in time."""
+        return CallTimeout(f"{self.description} took longer than its timeout")
 
 
 class Peer:
@@ -58,8 +74,13 @@ class Peer:
         self.has_left = False
         """True if the worker has announced that it leaves, so it was reachable."""
         self._eventfd = EventFd()
-        self.pidfd = _open_pidfd(record) if is_local else -1
+        self.pidfd = -1
         """A descriptor that is readable once the worker is dead; -1 if it is on another host."""
+        if is_local:
+            try:
+                self.pidfd = os.pidfd_open(record.pid)
+            except ProcessLookupError:
+                self.pidfd = os.eventfd(1)  # readable from the start
         self.pending: dict[int, PendingFuture] = {}
         self.lock = threading.Lock()
         self.async_connection: local.LocalConnection | RemoteDealer | None = None
@@ -123,7 +144,7 @@ class Peer:
     def take_connection(
         self, key: bytes, remote_context: RemoteContext | None, end: float, max_wait: float
     ) -> local.LocalConnection | RemoteConnection:
-        """Return a connection for exclusive use until it is given back; see `auth.connect`.
+        """Return a connection for exclusive use until it is given back; see `local.connect`.
 
         Raises:
             OSError: The worker no longer listens.
@@ -134,7 +155,7 @@ class Peer:
         except IndexError:
             pass
         if remote_context is None or self.is_local:
-            connection = auth.connect(key, self.address, end, max_wait)
+            connection = local.connect(key, self.address, end, max_wait)
             with self._connections_lock:
                 self._connections.add(connection)
             return connection
@@ -171,20 +192,3 @@ class Peer:
             self._idle_connections.pop().close()
         if self.pidfd >= 0:
             os.close(self.pidfd)
-
-
-def add_loss_listener(callback: Callable[[int], None]) -> None:
-    """Register a function to call, in an RPC thread, with the id of each worker that is lost."""
-    _loss_listeners.append(callback)
-
-
-def get_loss_reason(worker: int) -> str:
-    """Return the reason for the loss of a worker; empty if it is not lost."""
-    return _loss_reasons.get(worker, "")
-
-
-def notify_loss_listeners(worker: int, reason: str) -> None:
-    """Record the loss of a worker and call all registered functions."""
-    _loss_reasons[worker] = reason
-    for callback in _loss_listeners:
-        callback(worker)

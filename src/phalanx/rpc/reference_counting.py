@@ -13,27 +13,32 @@ References of a dead worker no longer count.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+import traceback
 from collections import deque
+from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.errors import PhalanxError
+from phalanx.rpc.functions import FutureResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from phalanx.rpc.codec.message import TensorDescriptor
-    from phalanx.rpc.peer import Peer
-
-__all__ = ["OwnedValue", "OwnedValues", "RRefId", "RefCountDelta", "ReleaseNotifier", "UserRRef"]
+__all__ = [
+    "OwnedValue",
+    "OwnedValues",
+    "RRefId",
+    "RefCountDelta",
+    "ReleaseNotifier",
+    "clear_frames",
+]
 
 _LOG = logging.getLogger("phalanx.rpc")
 _RETRY_SECONDS = 0.5
-
-Blocks = list[tuple[int, int]]
-"""Pairs of a segment's number and a block's number."""
 
 
 class RRefId(NamedTuple):
@@ -54,50 +59,32 @@ class RefCountDelta(NamedTuple):
     amount: int
 
 
-class OwnedValue:
+class OwnedValue(Future[Any]):
     """A value, or the error of its creation, or neither yet."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.holders: dict[int, int] = {}
-        self._ready = threading.Event()
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []
-        self._value: Any = None
-        self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
 
-    def complete(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Set the value or the error, and call the functions that wait for it."""
-        with self._lock:
-            self._value, self._error = value, error
-            self._traceback = None if error is None else error.__traceback__
-            self._ready.set()
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
-
-    def then(self, callback: Callable[[], None]) -> None:
-        """Call a function once the value is ready; at once if it already is."""
-        with self._lock:
-            if not self._ready.is_set():
-                self._callbacks.append(callback)
-                return
-        callback()
-
-    def wait(self, seconds: float | None) -> bool:
-        """Wait until the value is ready; return whether it is."""
-        return self._ready.wait(seconds)
-
-    @property
-    def is_ready(self) -> bool:
-        """True if the value, or the error of its creation, is there."""
-        return self._ready.is_set()
+    def complete(self, get: Callable[[], Any]) -> None:
+        """Set the value to the result of `get`, or its error to the exception that this raises."""
+        try:
+            value = get()
+        except BaseException as error:  # noqa: BLE001 - raised when the value is fetched
+            self._traceback = clear_frames(error).__traceback__
+            self.set_exception(error)
+            return
+        if isinstance(value, FutureResult):
+            value.future.add_done_callback(lambda future: self.complete(future.value))
+        else:
+            self.set_result(value)
 
     def get(self) -> Any:
-        """Return the value once it is ready; raise the error of its creation."""
-        if self._error is not None:
-            raise self._error.with_traceback(self._traceback)  # the trace must not grow each time
-        return self._value
+        """Return the value once it is there; raise the error of its creation."""
+        if (error := self.exception()) is not None:
+            raise error.with_traceback(self._traceback)  # the trace must not grow each time
+        return self.result()
 
 
 class OwnedValues:
@@ -147,67 +134,26 @@ class OwnedValues:
             values = list(self._values.values())
             self._values.clear()
         for value in values:
-            if not value.is_ready:
-                value.complete(error=PhalanxError("this worker has left RPC"))
-
-
-class UserRRef:
-    """One reference of this worker to a value; the owner is notified when it is collected.
-
-    Each `RRef` has its own. A shared one could be found, by a weak reference, while it is being
-    collected, and its counts would then be lost. `fork_id` names the reference itself: the
-    worker that has it, and a number of that worker.
-    """
-
-    def __init__(
-        self,
-        rref_id: RRefId,
-        owner: int,
-        fork_id: RRefId,
-        on_release: Callable[[int, RefCountDelta], None],
-    ) -> None:
-        self.rref_id, self.owner, self.fork_id = rref_id, owner, fork_id
-        self._on_release = on_release
-
-    def __del__(self) -> None:
-        # This may run in any thread and at any point of it, so `on_release` only queues the change.
-        self._on_release(self.owner, RefCountDelta(self.rref_id, self.fork_id.created_on, -1))
+            with contextlib.suppress(InvalidStateError):  # it is there
+                value.set_exception(PhalanxError("this worker has left RPC"))
 
 
 class ReleaseNotifier:
-    """A queue of notifications, each of which is retried until it can be sent.
+    """A queue of notifications to other workers, each of which is retried until it can be sent.
 
     Notifications may be queued anywhere, even in a garbage collection, so they are sent later.
 
     Args:
         wake: Makes a thread call `take_work`, and the function that it returns.
-        send_ref_count: Reports ended references to the owner of a value.
-        free_blocks: Tells a worker that blocks of its memory are free.
     """
 
-    def __init__(
-        self,
-        wake: Callable[[], None],
-        send_ref_count: Callable[[int, RefCountDelta], None],
-        free_blocks: Callable[[int, Blocks], None],
-    ) -> None:
-        self._wake, self._send_ref_count, self._free_blocks = (
-            wake,
-            send_ref_count,
-            free_blocks,
-        )
-        self._queue: deque[tuple[int, RefCountDelta | Blocks]] = deque()
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._queue: deque[tuple[int, Callable[[], None]]] = deque()
 
-    def queue_release(self, owner: int, delta: RefCountDelta) -> None:
-        """Queue a notification that references to a value of `owner` have ended."""
-        self._queue.append((owner, delta))
-        self._wake()
-
-    def queue_unmapped(self, peer: Peer, descriptors: list[TensorDescriptor]) -> None:
-        """Queue a notification to the owner of blocks that this worker could not map them."""
-        self._queue.append(
-            (peer.id, [(descriptor.segment, descriptor.block) for descriptor in descriptors])
-        )
+    def queue(self, worker: int, send: Callable[[], None]) -> None:
+        """Queue the function that sends a notification to a worker."""
+        self._queue.append((worker, send))
         self._wake()
 
     def take_work(self) -> Callable[[], None] | None:
@@ -220,18 +166,26 @@ class ReleaseNotifier:
     def _send(self) -> None:
         while self._queue:
             try:
-                worker, release = self._queue.popleft()
+                worker, send = self._queue.popleft()
             except IndexError:  # another thread was first
                 return
             try:
-                if isinstance(release, RefCountDelta):
-                    self._send_ref_count(worker, release)
-                else:
-                    self._free_blocks(worker, release)
+                send()
             except PhalanxError as error:
                 _LOG.warning("worker %d could not be notified of releases yet: %s", worker, error)
-                self._queue.appendleft((worker, release))
+                self._queue.appendleft((worker, send))
                 timer = threading.Timer(_RETRY_SECONDS, self._wake)
                 timer.daemon = True
                 timer.start()
                 return
+
+
+def clear_frames(error: BaseException) -> BaseException:
+    """Return an exception that will be kept, after clearing the frames of its traceback.
+
+    Otherwise it would keep alive the objects that this thread worked on.
+    """
+    if error.__traceback__ is not None:
+        error.__traceback__ = error.__traceback__.tb_next
+    traceback.clear_frames(error.__traceback__)
+    return error

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from phalanx.errors import UsageError
 from phalanx.rpc import calls
 from phalanx.rpc.agent import agent
-from phalanx.rpc.codec.pickling import thread_local
+from phalanx.rpc.pickling import thread_local
 from phalanx.rpc.rref import RRef
 
 __all__ = ["RemoteModule"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -10,16 +11,16 @@ import torch
 from phalanx.errors import CallTimeout, UsageError
 from phalanx.rpc import autograd, calls
 from phalanx.rpc.agent import UNSET, agent, agent_or_none, seconds
-from phalanx.rpc.codec.message import Kind
-from phalanx.rpc.codec.pickling import thread_local
 from phalanx.rpc.functions import ASYNC_EXECUTION_MARK, FutureResult
-from phalanx.rpc.reference_counting import RefCountDelta, RRefId, UserRRef
+from phalanx.rpc.message import Kind
+from phalanx.rpc.pickling import thread_local
+from phalanx.rpc.reference_counting import RefCountDelta, RRefId
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from phalanx.rpc.agent import Agent
-    from phalanx.rpc.futures import CallFuture
+    from phalanx.rpc.functions import CallFuture
     from phalanx.rpc.workers import WorkerInfo
 
 __all__ = ["RRef", "remote"]
@@ -58,9 +59,7 @@ def remote(
         peer, Kind.REMOTE, body, calls.describe_call(func, peer), seconds(timeout), local_id
     )
     # The worker counts this reference when it receives the call.
-    return RRef._from_user_rref(
-        own.make_user_rref(RRefId(own.id, local_id), peer.id, future.is_sent), future
-    )
+    return RRef._make(own, RRefId(own.id, local_id), peer.id, future)
 
 
 class RRef(Generic[_T]):
@@ -83,7 +82,12 @@ class RRef(Generic[_T]):
         [1, 2, 3]
     """
 
-    _user_rref: UserRRef
+    _agent: Agent | None = None
+    """The agent of the worker that has this reference, which counts it; None if it is not."""
+    _rref_id: RRefId
+    _owner: int
+    _fork_id: RRefId
+    """The name of the reference itself: the worker that has it, and a number of that worker."""
     _creation: CallFuture | None
 
     def __init__(self, value: _T, type_hint: Any = None) -> None:
@@ -95,18 +99,34 @@ class RRef(Generic[_T]):
             )
         rref_id = RRefId(own.id, own.next_local_id())
         own.owned_values.apply(RefCountDelta(rref_id, own.id, 1))
-        own.owned_values.get_or_create(rref_id).complete(value)
-        self._user_rref, self._creation = own.make_user_rref(rref_id, own.id), None
+        own.owned_values.get_or_create(rref_id).set_result(value)
+        self._set(own, rref_id, own.id, None)
 
     @classmethod
-    def _from_user_rref(cls, user_rref: UserRRef, creation: CallFuture | None = None) -> RRef[Any]:
+    def _make(
+        cls, own: Agent, rref_id: RRefId, owner: int, creation: CallFuture | None = None
+    ) -> RRef[Any]:
+        """Return another reference to a value; `creation` is the call that makes the value."""
         new: RRef[Any] = cls.__new__(cls)
-        new._user_rref, new._creation = user_rref, creation
+        new._set(own, rref_id, owner, creation)
         return new
+
+    def _set(self, own: Agent, rref_id: RRefId, owner: int, creation: CallFuture | None) -> None:
+        self._rref_id, self._owner, self._creation = rref_id, owner, creation
+        number = rref_id.local_id if owner == own.id else own.next_local_id()
+        self._fork_id = RRefId(own.id, number)
+        if creation is None or creation.is_sent:
+            self._agent = own
+
+    def __del__(self) -> None:
+        # This may run in any thread and at any point of it, so the change is only queued.
+        if (own := self._agent) is not None:
+            delta = RefCountDelta(self._rref_id, own.id, -1)
+            own.notifier.queue(self._owner, partial(own.send_ref_count, self._owner, delta))
 
     def owner(self) -> WorkerInfo:
         """Return the worker on which the value lives."""
-        return agent().peers[self._user_rref.owner].info
+        return agent().peers[self._owner].info
 
     def owner_name(self) -> str:
         """Return the name of the owner."""
@@ -114,11 +134,11 @@ class RRef(Generic[_T]):
 
     def is_owner(self) -> bool:
         """Return whether this worker is the owner."""
-        return self._user_rref.owner == agent().id
+        return self._owner == agent().id
 
     def is_on_this_host(self) -> bool:
         """Return whether the owner is on this worker's host."""
-        return agent().peers[self._user_rref.owner].is_local
+        return agent().peers[self._owner].is_local
 
     def confirmed_by_owner(self) -> bool:
         """Return whether the owner is known to have the value, or the error of its creation."""
@@ -139,15 +159,15 @@ class RRef(Generic[_T]):
             >>> rpc.rpc_sync("ps", count_rows, args=(table,))
             5
         """
-        own = self._agent("local_value")
-        if self._user_rref.owner != own.id:
+        own = self._require_agent("local_value")
+        if self._owner != own.id:
             raise UsageError(
-                f"For UserRRef(rref_id={self._user_rref.rref_id}, "
-                f"fork_id={self._user_rref.fork_id}), can't call localValue() on user {own.info}. "
+                f"For UserRRef(rref_id={self._rref_id}, "
+                f"fork_id={self._fork_id}), can't call localValue() on user {own.info}. "
                 f"Call it on owner {self.owner()}; to_here() copies the value, rpc_sync() calls "
                 "its methods"
             )
-        result: _T = _value(self._user_rref.rref_id)
+        result: _T = _value(self._rref_id)
         return result
 
     def to_here(self, timeout: float = UNSET) -> _T:
@@ -165,16 +185,15 @@ class RRef(Generic[_T]):
             >>> rpc.remote("ps", torch.zeros, args=(2,)).to_here()
             tensor([0., 0.])
         """
-        own = self._agent("to_here")
-        if self._user_rref.owner == own.id:
+        own = self._require_agent("to_here")
+        if self._owner == own.id:
             return self.local_value()
         if self._creation is not None and not self._creation.is_sent:
             self._creation.value()  # raises: the owner never received the call
-        peer = own.peers[self._user_rref.owner]
+        peer = own.peers[self._owner]
         description = f"to_here of {self!r}"
-        result: _T = own.call(
-            peer, Kind.FETCH, tuple(self._user_rref.rref_id), description, seconds(timeout)
-        )
+        call = own.begin(peer, Kind.FETCH, tuple(self._rref_id), description, seconds(timeout))
+        result: _T = call.wait()
         return result
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
@@ -206,7 +225,7 @@ class RRef(Generic[_T]):
         else:
             autograd.backward(dist_autograd_ctx_id, [value], retain_graph)
 
-    def _agent(self, method: str) -> Agent:
+    def _require_agent(self, method: str) -> Agent:
         """Return this worker's agent; raise if this worker has left RPC."""
         if (own := agent_or_none()) is None:
             raise UsageError(
@@ -244,10 +263,9 @@ class RRef(Generic[_T]):
         return _Proxy(self, calls.begin, timeout)
 
     def __repr__(self) -> str:
-        user_rref = self._user_rref
-        if user_rref.owner == user_rref.fork_id.created_on:
-            return f"OwnerRRef({user_rref.rref_id})"
-        return f"UserRRef(RRefId = {user_rref.rref_id}, ForkId = {user_rref.fork_id})"
+        if self._owner == self._fork_id.created_on:
+            return f"OwnerRRef({self._rref_id})"
+        return f"UserRRef(RRefId = {self._rref_id}, ForkId = {self._fork_id})"
 
     def __reduce__(self) -> Any:
         pickle_context = thread_local.pickle_context
@@ -256,17 +274,17 @@ class RRef(Generic[_T]):
                 f"Can not pickle rref in python pickler, rref can only be pickled when using RPC, "
                 f"which counts references; got {self!r}"
             )
-        own, user_rref, peer = agent(), self._user_rref, pickle_context.peer.id
+        own, peer = agent(), pickle_context.peer.id
         # A reference sent to its owner in a request is not counted: the caller keeps its arguments
         # alive until the answer arrives.
-        is_counted = user_rref.owner != peer or pickle_context.is_answer
+        is_counted = self._owner != peer or pickle_context.is_answer
         if is_counted:
-            delta = RefCountDelta(user_rref.rref_id, peer, 1)
-            own.send_ref_count(user_rref.owner, delta)
+            delta = RefCountDelta(self._rref_id, peer, 1)
+            own.send_ref_count(self._owner, delta)
             pickle_context.undo.append(
-                partial(own.send_ref_count, user_rref.owner, delta._replace(amount=-1))
+                partial(own.send_ref_count, self._owner, delta._replace(amount=-1))
             )
-        return _unpickle, (*user_rref.rref_id, user_rref.owner, is_counted)
+        return _unpickle, (*self._rref_id, self._owner, is_counted)
 
 
 class _Proxy:
@@ -291,10 +309,10 @@ class _Method:
         self.__qualname__ = f"{method} of {rref!r}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _call_method(self._method, self._rref._user_rref.rref_id, *args, **kwargs)
+        return _call_method(self._method, self._rref._rref_id, *args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return partial, (_call_method, self._method, tuple(self._rref._user_rref.rref_id))
+        return partial, (_call_method, self._method, tuple(self._rref._rref_id))
 
 
 def _call_method(method: str, rref_id: tuple[int, int], /, *args: Any, **kwargs: Any) -> Any:
@@ -307,19 +325,18 @@ def _value(rref_id: RRefId) -> Any:
     """Return a value that this worker owns; wait until it exists."""
     own = agent()
     value = own.owned_values.get_or_create(rref_id)
-    if not value.is_ready:
+    if not value.done():
         own.promote_follower()
-        if not value.wait(own.timeout or None):
-            raise CallTimeout(f"{_describe(rref_id, own.id)} did not exist after {own.timeout:g} s")
+        if not wait([value], own.timeout or None).done:
+            raise CallTimeout(
+                f"RRef({rref_id.created_on}.{rref_id.local_id}, on worker {own.id}) did not exist "
+                f"after {own.timeout:g} s"
+            )
     return value.get()
-
-
-def _describe(rref_id: RRefId, owner: int) -> str:
-    return f"RRef({rref_id.created_on}.{rref_id.local_id}, on worker {owner})"
 
 
 def _unpickle(created_on: int, local_id: int, owner: int, is_counted: bool) -> RRef[Any]:
     own, rref_id = agent(), RRefId(created_on, local_id)
     if not is_counted:
         own.owned_values.apply(RefCountDelta(rref_id, own.id, 1))
-    return RRef._from_user_rref(own.make_user_rref(rref_id, owner))
+    return RRef._make(own, rref_id, owner)

@@ -1,105 +1,68 @@
-"""The server side of a worker: authentication of callers, and a handler for each kind of request.
-
-A thread that executes a request works on behalf of a root worker: the one that made the outermost
-of the nested calls in progress.
-"""
+"""The server side of a worker: connections from callers, and a handler for each kind of request."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
-import traceback
 import types
-from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from phalanx.errors import ArgumentTypeError, RemoteError, UsageError
-from phalanx.rpc.codec.message import ANSWERS, Kind, Malformed, Message, parse
 from phalanx.rpc.functions import ASYNC_EXECUTION_MARK, FutureResult
-from phalanx.rpc.reference_counting import OwnedValue, RefCountDelta, RRefId
+from phalanx.rpc.message import ANSWERS, Kind, Malformed
+from phalanx.rpc.reference_counting import RefCountDelta, RRefId
 from phalanx.rpc.shared_memory.sender import DeferredCopies
-from phalanx.rpc.transport.auth import Acceptor
-from phalanx.rpc.transport.local import LocalConnection
+from phalanx.rpc.transport.local import Acceptor, LocalConnection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from phalanx.rpc.call_log import CallLog
-    from phalanx.rpc.codec.message import Frames
-    from phalanx.rpc.event_loop.reactor import Reactor
-    from phalanx.rpc.message_codec import MessageCodec
+    from phalanx.rpc.agent import Agent
+    from phalanx.rpc.message import Frames, Message
     from phalanx.rpc.peer import Peer
-    from phalanx.rpc.reference_counting import OwnedValues
-    from phalanx.rpc.shared_memory.sender import ShmSender
     from phalanx.rpc.transport.remote import RemoteRouter
-    from phalanx.rpc.workers import WorkerInfo
 
-__all__ = ["RpcServer", "ServerAgent", "clear_frames", "get_root_worker", "set_root_worker"]
+__all__ = ["RpcServer"]
 
 _LOG = logging.getLogger("phalanx.rpc")
 
 
-class ServerAgent(Protocol):
-    """The part of a worker's agent that its server uses."""
-
-    info: WorkerInfo
-    id: int
-    peers: list[Peer]
-    codec: MessageCodec
-    shm_sender: ShmSender
-    owned_values: OwnedValues
-    call_log: CallLog
-    on_arrival: Callable[..., None] | None
-    is_closed: bool
-
-    def count_activity(self, kind: Kind) -> None:
-        """Count a call that is made or executed; other kinds of messages are not counted."""
-        ...
-
-    def mark_lost(self, peer: Peer, reason: str) -> None:
-        """Mark a worker as lost, so that pending and later calls fail with the reason."""
-        ...
-
-
 class RpcServer:
-    """The server side of a worker.
+    """The server side of a worker, until the agent closes.
 
     Args:
         agent: The agent of this worker.
         key: The key of the job.
         address: The address at which workers on this host connect.
-        reactor: The event loop.
     """
 
-    def __init__(self, agent: ServerAgent, key: bytes, address: str, reactor: Reactor) -> None:
-        self._agent, self._reactor = agent, reactor
-        self._acceptor = Acceptor(key, address, self.log_rejection)
+    def __init__(self, agent: Agent, key: bytes, address: str) -> None:
+        self._agent, self._reactor = agent, agent.reactor
+        self._acceptor = Acceptor(
+            key, address, agent.reactor, self._add_connection, self._log_rejection
+        )
         self._connections: dict[int, LocalConnection] = {}
-        self._has_rejected = self._has_dropped = False
+        self._has_rejected = False
+        agent.on_close.append(self._close)
 
-    def open(self, router: RemoteRouter | None) -> None:
-        """Start to accept connections and requests.
-
-        Args:
-            router: The socket for workers on other hosts; None if there are none.
-        """
-        self._reactor.watch(self._acceptor.fd, self._accept)
-        if router is not None:
+    def open(self) -> None:
+        """Accept connections and requests once the agent has started."""
+        self._acceptor.open()
+        if self._agent.remote is not None:
+            router = self._agent.remote.router
             self._reactor.watch(router.fd, partial(self._receive, router))
             self._reactor.watch(router.monitor_fd, partial(self._check_handshakes, router))
 
-    def close(self) -> None:
-        """Close all connections from workers on this host."""
+    def _close(self) -> None:
         self._acceptor.close()
         for connection in self._connections.values():
             connection.close()
 
-    def log_rejection(self) -> None:
+    def _log_rejection(self) -> None:
         """Log that a connection was rejected; only the first one is logged."""
         if not self._has_rejected:
             self._has_rejected = True
@@ -109,33 +72,9 @@ class RpcServer:
                 self._agent.info.name,
             )
 
-    def log_malformed(self, error: Malformed) -> None:
-        """Log a malformed message; only the first one is logged."""
-        if not self._has_dropped:
-            self._has_dropped = True
-            _LOG.warning(
-                "worker %r dropped a malformed message: %s; further ones are not logged",
-                self._agent.info.name,
-                error,
-            )
-
-    def _accept(self) -> None:
-        for fd in self._acceptor.accept():
-            self._reactor.watch(fd, partial(self._authenticate, fd))
-        for fd in self._acceptor.find_excess():
-            self._reactor.unwatch(fd)
-            self._acceptor.reject(fd)
-
-    def _authenticate(self, fd: int) -> None:
-        connection = self._acceptor.authenticate(fd)
-        if connection is True:
-            return
-        self._reactor.unwatch(fd)
-        if isinstance(connection, LocalConnection):
-            self._connections[fd] = connection
-            self._reactor.watch(fd, partial(self._read, connection))
-        else:
-            self._acceptor.reject(fd)
+    def _add_connection(self, connection: LocalConnection) -> None:
+        self._connections[connection.fd] = connection
+        self._reactor.watch(connection.fd, partial(self._read, connection))
 
     def _read(self, connection: LocalConnection) -> None:
         messages = connection.read()
@@ -164,23 +103,25 @@ class RpcServer:
 
     def _check_handshakes(self, router: RemoteRouter) -> None:
         if router.has_event():
-            self.log_rejection()
+            self._log_rejection()
 
     def _handle(self, answer: Callable[[Frames], None], frames: Frames) -> None:
-        try:
-            message = parse(*frames, len(self._agent.peers))
-            if message.kind in ANSWERS:
-                raise Malformed("an answer in place of a request")
-        except Malformed as error:
-            self.log_malformed(error)
-            return
+        """Handle a request and send its answer; an exception is sent back too."""
         agent = self._agent
+        message = agent.parse(frames)
+        if message is None:
+            return
+        if message.kind in ANSWERS:
+            agent.log_malformed(Malformed("an answer in place of a request"))
+            return
         agent.count_activity(message.kind)
         incoming, call = agent.call_log.incoming, (message.source, message.call)
         incoming[call] = time.monotonic()
+        reply = _Reply(agent, message, agent.peers[message.source], answer)
         try:
-            with set_root_worker(message.root):
-                _handle_request(agent, message, agent.peers[message.source], answer)
+            _HANDLERS[message.kind](reply)
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            reply.send_exception(error)
         finally:
             incoming.pop(call, None)
 
@@ -190,41 +131,13 @@ def _reply(connection: LocalConnection, frames: Frames) -> None:
         connection.send_answer(frames[0])
 
 
-def clear_frames(error: BaseException) -> BaseException:
-    """Return an exception that will be kept, after clearing the frames of its traceback.
-
-    Otherwise it would keep alive the objects that this thread worked on.
-    """
-    if error.__traceback__ is not None:
-        error.__traceback__ = error.__traceback__.tb_next
-    traceback.clear_frames(error.__traceback__)
-    return error
-
-
-def _handle_request(
-    agent: ServerAgent, message: Message, peer: Peer, answer: Callable[[Frames], None]
-) -> None:
-    """Handle a request and send its answer; an exception is sent back too."""
-    handler = _HANDLERS[message.kind]
-    reply = _Reply(agent, message, peer, answer)
-    try:
-        handler(reply)
-    except BaseException as error:  # noqa: BLE001 - the caller raises it
-        reply.send_exception(error)
-
-
 class _Reply:
     """A request and the means to answer it."""
 
     def __init__(
-        self,
-        agent: ServerAgent,
-        message: Message,
-        peer: Peer,
-        answer: Callable[[Frames], None],
+        self, agent: Agent, message: Message, peer: Peer, answer: Callable[[Frames], None]
     ) -> None:
-        self.agent, self.codec, self.message, self.peer = agent, agent.codec, message, peer
-        self._answer = answer
+        self.agent, self.message, self.peer, self._answer = agent, message, peer, answer
         self.grad = True
         """True if the caller records gradients."""
 
@@ -234,33 +147,30 @@ class _Reply:
             self.message,
             self.message._replace(descriptors=[], payload=b"", inline_data=[]),
         )
-        return self.codec.decode(message, self.peer)
+        return self.agent.codec.decode(message, self.peer)
 
     def send_result(self, value: object) -> None:
         if self.agent.is_closed:
             return
-        head = self.agent.id, self.message.root, self.message.call
         with torch.set_grad_enabled(self.grad):
             copies = DeferredCopies(self.agent.shm_sender)
-            frames = self.codec.encode(
-                Kind.RESULT, self.peer, *head, value, "the result", copies=copies
+            frames = self.agent.codec.encode(
+                Kind.RESULT, self.peer, self.message.call, value, "the result", copies=copies
             )
             with copies:
                 self._answer(frames)
 
     def send_exception(self, error: BaseException) -> None:
-        if self.message.kind in _SILENT or self.agent.is_closed:
-            return
-        head = self.agent.id, self.message.root, self.message.call
-        self._answer(self.codec.encode_exception(error, self.peer, *head))
+        if self.message.kind not in _SILENT and not self.agent.is_closed:
+            codec = self.agent.codec
+            self._answer(codec.encode_exception(error, self.peer, self.message.call))
 
     def answer_with(self, get: Callable[[], Any]) -> None:
         """Answer with the result of `get`, or the exception that it raises, in any thread."""
-        with set_root_worker(self.message.root):
-            try:
-                self.send_result(get())
-            except BaseException as error:  # noqa: BLE001 - the caller raises it
-                self.send_exception(error)
+        try:
+            self.send_result(get())
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            self.send_exception(error)
 
 
 def _run_function(reply: _Reply) -> Any:
@@ -310,31 +220,14 @@ def _remote(reply: _Reply) -> None:
     rref_id = RRefId(reply.message.source, reply.message.extra)
     value = reply.agent.owned_values.get_or_create(rref_id)
     reply.agent.owned_values.apply(RefCountDelta(rref_id, reply.message.source, 1))
-    try:
-        result = _run_function(reply)
-    except BaseException as error:  # noqa: BLE001 - raised when the value is fetched
-        value.complete(error=clear_frames(error))
-    else:
-        if isinstance(result, FutureResult):
-            result.future.add_done_callback(partial(_complete_later, value))
-        else:
-            value.complete(result)
+    value.complete(partial(_run_function, reply))
     reply.send_result(None)
-
-
-def _complete_later(value: OwnedValue, future: torch.futures.Future[Any]) -> None:
-    try:
-        result = future.value()
-    except BaseException as error:  # noqa: BLE001 - raised when the value is fetched
-        value.complete(error=clear_frames(error))
-    else:
-        value.complete(result)
 
 
 def _fetch(reply: _Reply) -> None:
     created_on, local_id = reply.body()
     value = reply.agent.owned_values.get_or_create(RRefId(int(created_on), int(local_id)))
-    value.then(lambda: reply.answer_with(value.get))
+    value.add_done_callback(lambda _: reply.answer_with(value.get))
 
 
 def _apply_ref_count(reply: _Reply) -> None:
@@ -355,10 +248,6 @@ def _leave(reply: _Reply) -> None:
     reply.agent.mark_lost(reply.peer, f"{reply.peer} left RPC")
 
 
-def _hello(reply: _Reply) -> None:
-    reply.send_result(None)
-
-
 def _reclaim_blocks(reply: _Reply) -> None:
     for segment, block in reply.body():
         reply.agent.shm_sender.reclaim(int(segment), int(block), reply.message.source)
@@ -372,28 +261,6 @@ _HANDLERS: dict[Kind, Callable[[_Reply], None]] = {
     Kind.REF_COUNT: _apply_ref_count,
     Kind.ARRIVE: _arrive,
     Kind.LEAVE: _leave,
-    Kind.HELLO: _hello,
+    Kind.HELLO: lambda reply: reply.send_result(None),
     Kind.FREE_BLOCKS: _reclaim_blocks,
 }
-
-
-class _ThreadLocal(threading.local):
-    root: int | None = None
-
-
-_thread_local = _ThreadLocal()
-
-
-def get_root_worker() -> int | None:
-    """Return the id of the worker on whose behalf this thread works; None if it is this worker."""
-    return _thread_local.root
-
-
-@contextmanager
-def set_root_worker(root: int) -> Iterator[None]:
-    """Make this thread work on behalf of the worker `root` within the context."""
-    saved, _thread_local.root = _thread_local.root, root
-    try:
-        yield
-    finally:
-        _thread_local.root = saved

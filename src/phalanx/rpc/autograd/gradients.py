@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -28,7 +28,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from phalanx.errors import UsageError
 from phalanx.torch_versions import tensor_use_count
 
-__all__ = ["AccumulatedParameters", "Contexts", "Gradients", "Root", "accumulate", "ensure_owned"]
+__all__ = [
+    "AccumulatedParameters",
+    "Contexts",
+    "GradientAttributes",
+    "Gradients",
+    "Root",
+    "accumulate",
+    "ensure_owned",
+]
 
 _WORKER_SHIFT = 48
 """The position of the worker's id in a context's number, which makes it unique, as in PyTorch."""
@@ -81,6 +89,7 @@ class Gradients:
     def __init__(self) -> None:
         self._roots: dict[Root, dict[int, _Sum]] = {}
         self._lock = threading.Lock()
+        self._passes = itertools.count(1)
 
     def add(
         self, root: Root, task: int, path: tuple[int, ...], pairs: Iterable[tuple[Tensor, Tensor]]
@@ -100,6 +109,11 @@ class Gradients:
                 if id(parameter) not in sums:
                     sums[id(parameter)] = _Sum(parameter)
                 sums[id(parameter)].add(task, path, gradient)
+
+    def add_pass(self, root: Root, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Add the gradients of a backward pass that this worker began, which has no other part."""
+        # Negative numbers never collide with those of passes that arrive by calls.
+        self.add(root, -next(self._passes), (), pairs)
 
     def take(self, root: Root, parameters: Iterable[Tensor]) -> list[Tensor | None]:
         """Remove and return the gradients of these parameters; None for those without one."""
@@ -123,15 +137,70 @@ class Gradients:
 
     def drop_contexts(self, worker: int, before: int) -> None:
         """Drop the gradients of a worker's contexts with numbers below `before`."""
-        with self._lock:
-            for root in [r for r in self._roots if r.worker == worker and 0 < r.context < before]:
-                del self._roots[root]
+        self._drop_if(lambda root: root.worker == worker and 0 < root.context < before)
 
     def forget(self, worker: int) -> None:
         """Drop the gradients of a worker that has died or is leaving."""
+        self._drop_if(lambda root: root.worker == worker)
+
+    def _drop_if(self, is_dropped: Callable[[Root], bool]) -> None:
         with self._lock:
-            for root in [r for r in self._roots if r.worker == worker]:
+            for root in filter(is_dropped, list(self._roots)):
                 del self._roots[root]
+
+
+class GradientAttributes:
+    """The `grad` attributes of parameters, each used by one thread's backward pass at a time."""
+
+    def __init__(self) -> None:
+        self._borrowers: dict[int, int] = {}
+        self._condition = threading.Condition()
+
+    @contextmanager
+    def borrow(self, parameters: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
+        """Set `grad` of these parameters to None, and restore it on exit.
+
+        Blocks while another thread has borrowed one of them, which the timeout of that thread's
+        calls bounds.
+
+        Yields:
+            A list that on exit receives the gradient which the pass left in each `grad`.
+        """
+        thread = threading.get_ident()
+        keys = {id(parameter) for parameter in parameters}
+        with self._condition:
+            self._condition.wait_for(
+                lambda: all(self._borrowers.get(key, thread) == thread for key in keys)
+            )
+            own_keys = keys - self._borrowers.keys()
+            self._borrowers.update(dict.fromkeys(own_keys, thread))
+        saved_gradients = [parameter.grad for parameter in parameters]
+        # Data-parallel modules own the memory of `grad` and overwrite it in every pass.
+        values = [_values(gradient) for gradient in saved_gradients]
+        gradients: list[Tensor | None] = []
+        try:
+            for parameter in parameters:
+                parameter.grad = None
+            yield gradients
+        finally:
+            for parameter, gradient, saved in zip(parameters, saved_gradients, values, strict=True):
+                if gradient is None or saved is None or saved is gradient:
+                    gradients.append(parameter.grad)
+                else:
+                    gradients.append(_values(parameter.grad))
+                    gradient.data.copy_(saved)
+                parameter.grad = gradient
+            with self._condition:
+                for key in own_keys:
+                    del self._borrowers[key]
+                self._condition.notify_all()
+
+
+def _values(gradient: Tensor | None) -> Tensor | None:
+    """Return a copy of a gradient; a sparse one is never in a buffer and is returned unchanged."""
+    if gradient is None or gradient.layout is not torch.strided:
+        return gradient
+    return gradient.detach().clone()
 
 
 class AccumulatedParameters:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,10 +18,11 @@ from torch.autograd import Variable
 
 from phalanx.errors import PhalanxError, RemoteError, UsageError
 from phalanx.rpc import calls
-from phalanx.rpc.agent import PendingCall, agent
+from phalanx.rpc.agent import PendingCall, agent, agent_or_none
 from phalanx.rpc.autograd.gradients import (
     AccumulatedParameters,
     Contexts,
+    GradientAttributes,
     Gradients,
     Root,
     ensure_owned,
@@ -41,55 +42,44 @@ from phalanx.rpc.autograd.nodes import (
     sources,
     unpack_metadata,
 )
-from phalanx.rpc.codec.pickling import set_autograd_hook
-from phalanx.rpc.peer import add_loss_listener
 
-__all__ = [
-    "AutogradGraph",
-    "BackwardRequest",
-    "BackwardResponse",
-    "PeerGraphs",
-    "close",
-    "graph",
-    "init",
-]
+__all__ = ["AutogradGraph", "BackwardRequest", "BackwardResponse", "PeerGraphs", "graph"]
 
 # Seconds to wait for further releases before a batch is sent.
 _BATCH_SECONDS = 0.01
 _LOG = logging.getLogger("phalanx.rpc")
-_graphs: list[AutogradGraph] = []
 
 
-class PendingResponse(Protocol):
-    """The answer to a call that is in progress."""
-
-    def wait(self) -> BackwardResponse:
-        """Block until the answer has arrived; raise the exception that the call raised."""
-        ...
-
-
-class PeerGraphs(Protocol):
+class PeerGraphs:
     """The connection between the graphs of workers; each method is a call to the peer's graph."""
 
     def backward(self, peer: int, request: BackwardRequest) -> BackwardResponse:
         """Call the peer's `backward`; block until it answers."""
-        ...
+        answer: BackwardResponse = self.begin_backward(peer, request).wait()
+        return answer
 
-    def begin_backward(self, peer: int, request: BackwardRequest) -> PendingResponse:
+    def begin_backward(self, peer: int, request: BackwardRequest) -> PendingCall:
         """Call the peer's `backward` without waiting for its answer."""
-        ...
+        return calls.begin(peer, _backward, (request,))
 
     def has_context(self, peer: int, number: int) -> bool:
         """Return whether the peer exists and has this context open; block until it answers."""
-        ...
+        if peer >= len(agent().peers):
+            return False
+        answer: bool = calls.rpc_sync(peer, _has_context, (number,))
+        return answer
 
     def release(self, peer: int, numbers: list[int]) -> None:
         """Call the peer's `release` without waiting; do nothing if it is unreachable."""
-        ...
+        try:
+            calls.rpc_async(peer, _release, (numbers,))
+        except (PhalanxError, UsageError):
+            # The peer is dead, or this worker is leaving: nothing is kept for it any more.
+            _LOG.debug("worker %d was not notified of released messages", peer, exc_info=True)
 
 
 class AutogradGraph:
-    """The autograd hooks of `phalanx.rpc.calls` for tensors that are sent and received.
+    """The `AutogradHook` of a worker, and its side of backward passes across calls.
 
     The values of a tensor that requires gradients are sent, and the sender keeps a handle. At the
     receiver the tensor is an output of a node whose backward pass calls the sender, which continues
@@ -106,9 +96,11 @@ class AutogradGraph:
         self._received: set[tuple[int, int]] = set()
         self.send_handles = SendHandles()
         self.gradients = Gradients()
+        self.attributes = GradientAttributes()
         self.accumulated_parameters = AccumulatedParameters()
         self.contexts = Contexts(worker)
         self._releases = Releases(peer_graphs.release)
+        self._thread = _Thread()
 
     @property
     def root(self) -> Root:
@@ -221,13 +213,13 @@ class AutogradGraph:
         """
         received = {
             index: gradient
-            for index, gradient in zip(recv.indices, gradients, strict=True)
+            for index, gradient in zip(recv.metadata.indices, gradients, strict=True)
             if gradient is not None
         }
-        remote_backward = _current_backward()
-        if remote_backward is not None and remote_backward.stops_at(recv.peer, recv.number):
+        remote_backward = self._thread.remote_backward
+        if remote_backward is not None and remote_backward.stops_at(recv):
             for index, gradient in received.items():
-                remote_backward.collect(Source(recv.peer, recv.number, index), gradient)
+                remote_backward.collect(Source(recv.peer, recv.metadata.number, index), gradient)
             received = {}
         if not received:
             return [None] * len(recv.local_sources)
@@ -245,9 +237,9 @@ class AutogradGraph:
 
     def release_received(self, recv: RecvRpcBackward) -> None:
         """Release the message of a node that has been freed."""
-        self._received.discard((recv.peer, recv.number))
+        self._received.discard((recv.peer, recv.metadata.number))
         if recv.unfinished:
-            self._releases.add(recv.peer, recv.number)
+            self._releases.add(recv.peer, recv.metadata.number)
 
     def backward(self, request: BackwardRequest) -> BackwardResponse:
         """Continue a caller's backward pass from the tensors that this worker sent to it.
@@ -265,11 +257,15 @@ class AutogradGraph:
         self.gradients.drop_contexts(request.root.worker, request.oldest_context)
         remote_backward = RemoteBackward(request)
         released: list[int] = []
-        with remote_backward.enter():
+        # Backward passes in this thread are now part of this one; None: a new one of this worker.
+        saved, self._thread.remote_backward = self._thread.remote_backward, remote_backward
+        try:
             if request.root == Root(self._worker):
                 torch.autograd.backward(handles, gradients, retain_graph=True)
             else:
                 self._backward_by_root(request, handles, gradients)
+        finally:
+            self._thread.remote_backward = saved
         with self._releases.capture(request.caller, released):
             # Frees the graph, unless something else holds it.
             handles.clear()
@@ -298,7 +294,7 @@ class AutogradGraph:
         root = self.root
         mine = BackwardRequest(
             self._worker,
-            recv.number,
+            recv.metadata.number,
             received,
             root,
             torch._C._current_graph_task_id(),
@@ -396,36 +392,19 @@ class RemoteBackward:
     request: BackwardRequest
     gradients: dict[Source, Tensor] = field(default_factory=dict)
 
-    def stops_at(self, peer: int, number: int) -> bool:
-        """Return whether gradients of tensors received in this message are sent back."""
-        return any(one.owner == peer and one.number == number for one in self.request.stop)
+    def stops_at(self, recv: RecvRpcBackward) -> bool:
+        """Return whether gradients of the tensors of a node are sent back."""
+        number = recv.metadata.number
+        return any(one.owner == recv.peer and one.number == number for one in self.request.stop)
 
     def collect(self, source: Source, gradient: Tensor) -> None:
         """Add a gradient that is sent back; gradients from several paths are summed."""
         present = self.gradients.get(source)
         self.gradients[source] = gradient if present is None else present + gradient
 
-    @contextmanager
-    def enter(self) -> Iterator[None]:
-        """Make this thread's backward passes part of this one within the context."""
-        saved = _current_backward()
-        _thread.remote_backward = self
-        try:
-            yield
-        finally:
-            _thread.remote_backward = saved
-
 
 class _Thread(threading.local):
     remote_backward: RemoteBackward | None = None
-
-
-_thread = _Thread()
-
-
-def _current_backward() -> RemoteBackward | None:
-    """Return the one that this thread executes; None if a pass here is a new one of this worker."""
-    return _thread.remote_backward
 
 
 class Releases:
@@ -507,63 +486,13 @@ class _Captured(threading.local):
     messages: list[tuple[int, int]] | None = None
 
 
-class _RpcPeerGraphs:
-    """A `PeerGraphs` whose messages are ordinary calls of `phalanx.rpc`."""
-
-    def backward(self, peer: int, request: BackwardRequest) -> BackwardResponse:
-        answer: BackwardResponse = calls.rpc_sync(peer, _backward, (request,))
-        return answer
-
-    def begin_backward(self, peer: int, request: BackwardRequest) -> PendingCall:
-        return calls.begin(peer, _backward, (request,))
-
-    def has_context(self, peer: int, number: int) -> bool:
-        if all(info.id != peer for info in calls.get_worker_infos()):
-            return False
-        answer: bool = calls.rpc_sync(peer, _has_context, (number,))
-        return answer
-
-    def release(self, peer: int, numbers: list[int]) -> None:
-        try:
-            calls.rpc_async(peer, _release, (numbers,))
-        except (
-            PhalanxError,
-            UsageError,
-        ):  # the peer is dead, or this worker is leaving: nothing is kept for it any more
-            _LOG.debug("worker %d was not notified of released messages", peer, exc_info=True)
-
-
-def init(worker: int) -> None:
-    """Start propagating gradients across calls; `init_rpc` calls this before any other call."""
-    new_graph = AutogradGraph(worker, _RpcPeerGraphs())
-    _graphs[:] = [new_graph]
-    set_autograd_hook(new_graph)
-
-
-def close() -> None:
-    """Free everything kept for other workers; `shutdown` calls this after the last call."""
-    set_autograd_hook(None)
-    while _graphs:
-        _graphs.pop().close()
-
-
 def graph() -> AutogradGraph:
     """Return the graph of this worker.
 
     Raises:
         UsageError: This process is not a worker.
     """
-    if not _graphs:
-        agent()  # raises
-    return _graphs[0]
-
-
-def _forget_lost(worker: int) -> None:
-    for each in _graphs:
-        each.forget(worker)
-
-
-add_loss_listener(_forget_lost)
+    return cast("AutogradGraph", agent().autograd_hook)
 
 
 def _backward(request: BackwardRequest) -> BackwardResponse:
@@ -581,5 +510,5 @@ def _has_context(number: int) -> bool:
 
 
 def _release(numbers: list[int]) -> None:
-    if _graphs:
-        _graphs[0].release(numbers)
+    if agent_or_none() is not None:
+        graph().release(numbers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import starmap
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,7 +15,6 @@ from torch.autograd.graph import Node
 __all__ = [
     "ANCHOR",
     "AutogradMetadata",
-    "BackwardGraph",
     "RecvRpcBackward",
     "SendHandles",
     "Source",
@@ -24,7 +24,6 @@ __all__ = [
     "read_number",
     "receive",
     "receive_own",
-    "recv_of",
     "sources",
     "unpack_metadata",
 ]
@@ -137,10 +136,9 @@ class RecvRpcBackward:
 
     Attributes:
         peer: The id of the worker that sent them.
-        number: The number of the message that carried them.
-        indices: Their indices in the message, in the order of the node's outputs.
-        dependencies: Tensors of other messages on which they depend.
-        local_sources: The tensors of `dependencies` that this worker sent, in the order of the
+        metadata: The metadata of the message that carried them; the node's outputs have the order
+            of its indices.
+        local_sources: The tensors on which they depend that this worker sent, in the order of the
             node's inputs.
         order: The node's index among the nodes of this process, in order of creation.
         unfinished: Indices of the tensors for which the peer still keeps its graph.
@@ -154,18 +152,13 @@ class RecvRpcBackward:
         local_sources: tuple[Source, ...],
         order: int,
     ) -> None:
-        self._graph = graph
-        self.peer = peer
-        self.number = metadata.number
-        self.indices = metadata.indices
-        self.dependencies = metadata.dependencies
-        self.local_sources = local_sources
-        self.order = order
+        self._graph, self.peer, self.metadata = graph, peer, metadata
+        self.local_sources, self.order = local_sources, order
         self.unfinished = set(metadata.indices)
 
     def source(self, output: int) -> Source:
         """Return the identifier of an output of the node."""
-        return Source(self.peer, self.number, self.indices[output])
+        return Source(self.peer, self.metadata.number, self.metadata.indices[output])
 
     def propagate(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Send gradients of the node's outputs to the worker that sent the tensors.
@@ -236,11 +229,6 @@ def receive_own(tensors: list[Tensor], handles: list[Tensor]) -> tuple[Tensor, .
     return outputs
 
 
-def recv_of(node: object) -> RecvRpcBackward | None:
-    """Return the origin of a node's tensors, or None if it is another kind of node."""
-    return node.recv if isinstance(node, _RecvRpc._backward_cls) else None  # type: ignore[attr-defined]
-
-
 class Source(NamedTuple):
     """A tensor that was sent, identified by its sender, its message and its index there."""
 
@@ -266,9 +254,9 @@ class AutogradMetadata(NamedTuple):
 
 def pack_metadata(metadata: AutogradMetadata) -> bytes:
     """Serialize metadata."""
-    head = _HEADER.pack(metadata.number, len(metadata.indices), len(metadata.dependencies))
-    indices = (_INDEX.pack(index) for index in metadata.indices)
-    return b"".join((head, *indices, *(_SOURCE.pack(*source) for source in metadata.dependencies)))
+    number, indices, dependencies = metadata
+    head = _HEADER.pack(number, len(indices), len(dependencies))
+    return b"".join((head, *map(_INDEX.pack, indices), *starmap(_SOURCE.pack, dependencies)))
 
 
 def read_number(data: bytes) -> int:
@@ -312,7 +300,7 @@ def sources(tensors: Iterable[Tensor], peer: int) -> tuple[Source, ...]:
     def ends(recv: RecvRpcBackward, output: int) -> bool:
         found[recv.source(output)] = None
         if recv.peer != peer:
-            found.update(dict.fromkeys(recv.dependencies))
+            found.update(dict.fromkeys(recv.metadata.dependencies))
         return recv.peer == peer
 
     for _ in _nodes(tensors, ends):
@@ -325,7 +313,7 @@ def leaves(tensors: Iterable[Tensor], stop: Iterable[Source]) -> list[Tensor]:
     stopped = {(source.owner, source.number) for source in stop}
 
     def ends(recv: RecvRpcBackward, _: int) -> bool:
-        return (recv.peer, recv.number) in stopped
+        return (recv.peer, recv.metadata.number) in stopped
 
     found = (getattr(node, "variable", None) for node in _nodes(tensors, ends))
     return [variable for variable in found if variable is not None and variable is not ANCHOR]
@@ -342,7 +330,8 @@ def _nodes(
         node, output = stack.pop()
         if node is None:
             continue
-        if (recv := recv_of(node)) is not None and ends(recv, output):
+        is_recv = isinstance(node, _RecvRpc._backward_cls)
+        if is_recv and ends(node.recv, output):
             continue
         if node not in visited:
             visited.add(node)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from phalanx.rpc.codec.message import DTYPES
-from phalanx.rpc.event_loop.spin import SpinPolicy
+from phalanx.rpc.event_loop import SpinPolicy
+from phalanx.rpc.message import DTYPES
 from phalanx.rpc.shared_memory.layout import (
     FILLING,
     FLAGS,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from phalanx.rpc.codec.message import TensorDescriptor
+    from phalanx.rpc.message import TensorDescriptor
 
 __all__ = [
     "CopyFailure",

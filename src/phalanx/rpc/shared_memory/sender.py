@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from phalanx.errors import PhalanxError
-from phalanx.rpc.codec.message import TensorDescriptor, TensorLocation
+from phalanx.rpc.message import TensorDescriptor, TensorLocation
 from phalanx.rpc.shared_memory.layout import (
     FILLING,
     FLAGS,

@@ -1,5 +1,1 @@
-"""Connections between workers.
-
-`local` connects workers on one host, `auth` authenticates these connections, and `remote` connects
-workers on different hosts over ZeroMQ.
-"""
+"""Connections between workers: `local` on one host, `remote` over ZeroMQ between hosts."""

@@ -1,33 +1,40 @@
-"""Connections to workers on the same host: Unix domain sockets.
+"""Connections to workers on the same host: authenticated Unix domain sockets.
 
 No thread stands between the calling thread and the executing one: each message wakes one thread.
 ZeroMQ would have to wake threads of its own in between, three times per direction, which is half of
 the time of a short call. So ZeroMQ is not used on a host. Data that does not leave the kernel is
 not encrypted either. But before a byte of a message is read, both ends prove that they know the
-job's key (`auth.py`).
+job's key, and check that they belong to the same user.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import math
+import os
 import select
 import socket
 import struct
 import threading
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
-from phalanx.rpc.codec.message import MAX_FRAME_SIZE
-from phalanx.rpc.event_loop.spin import SpinPolicy
+from phalanx.errors import CallTimeout, PhalanxError
+from phalanx.key import derive
+from phalanx.rpc.event_loop import Reactor, SpinPolicy
+from phalanx.rpc.message import MAX_FRAME_SIZE
+from phalanx.system.authentication import AuthenticationError, Handshake
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from phalanx.rpc.codec.message import Frames
+    from phalanx.rpc.message import Frames
 
-__all__ = ["LocalConnection", "is_readable"]
+__all__ = ["HANDSHAKE_TIMEOUT", "Acceptor", "LocalConnection", "connect", "is_readable"]
 
 _LENGTH = struct.Struct("<Q")
 _TIME = struct.Struct("ll")
@@ -38,6 +45,16 @@ _MAX_UNREAD = MAX_FRAME_SIZE
 """The maximum number of bytes of unread answers before the connection is ended."""
 _SPIN_SECONDS = 1e-3
 """Seconds that a caller spins for its answer before it sleeps."""
+HANDSHAKE_TIMEOUT = 10.0
+"""Seconds to wait for a proof; longer only if the peer may not have started yet."""
+_PROTOCOL = b"PhRPC/2\n"
+_CREDENTIALS = struct.Struct("3i")
+_MAX_HANDSHAKES = 64
+_MIN_HANDSHAKE_TIMEOUT = 1e-3
+_RETRY_SECONDS = 0.01
+"""Seconds to wait if this process, or the peer, is out of descriptors or memory."""
+_OUT_OF_RESOURCES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+_LOG = logging.getLogger("phalanx.rpc")
 
 
 class LocalConnection:
@@ -227,17 +244,12 @@ class LocalConnection:
         # With the kernel's own timeout, a wait is one system call. Setting that timeout is another,
         # so it is set only if the old one does not fit.
         timeout = 0.0 if remaining == math.inf else remaining
-        if self._timeout is None or (
-            timeout != self._timeout and not self._is_timeout_close(timeout)
-        ):
+        # The old one must end the wait no later, and not much earlier.
+        if timeout != self._timeout and not 0.5 * timeout < (self._timeout or 0.0) <= timeout:
             timeout *= 0.9 if timeout > 1 else 1  # so that it fits the next call too
             self._timeout = timeout
             value = _TIME.pack(int(timeout), max(1, int(timeout % 1 * 1e6)) if timeout else 0)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-
-    def _is_timeout_close(self, timeout: float) -> bool:
-        """Return whether the current timeout ends a wait no later, and not much earlier."""
-        return bool(self._timeout) and 0.5 * timeout < (self._timeout or 0.0) <= timeout
 
     def _split(self, data: bytes) -> list[bytes]:
         if not self._buffer and len(data) > _LENGTH.size:
@@ -262,6 +274,179 @@ class LocalConnection:
 
 def _split_frame(frame: bytes) -> list[memoryview]:
     return [memoryview(_LENGTH.pack(len(frame))), memoryview(frame)]
+
+
+class Acceptor:
+    """A listening socket for workers on this host that rejects unauthenticated connections.
+
+    Args:
+        key: The key of the job.
+        address: The name to listen at, in the kernel's abstract namespace, which leaves no file.
+        reactor: The event loop that reads from unauthenticated connections.
+        on_accepted: Called with each connection whose peer has proved that it knows the key.
+        on_rejected: Called after a connection is rejected.
+    """
+
+    def __init__(
+        self,
+        key: bytes,
+        address: str,
+        reactor: Reactor,
+        on_accepted: Callable[[LocalConnection], None],
+        on_rejected: Callable[[], None],
+    ) -> None:
+        self._key, self._address, self._reactor = key, address, reactor
+        self._on_accepted, self._on_rejected = on_accepted, on_rejected
+        self._is_out_of_resources = False
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._socket.bind("\0" + address)
+        self._socket.listen(1024)
+        self._pending: dict[int, tuple[socket.socket, Handshake, float]] = {}
+        """Unauthenticated connections, with the times at which they were accepted."""
+
+    def open(self) -> None:
+        """Start to accept connections."""
+        self._reactor.watch(self._socket.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        """Accept all waiting connections; reject unauthenticated ones in excess or too slow."""
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as error:
+                if error.errno in _OUT_OF_RESOURCES:
+                    self._wait_for_resources(error)
+                break
+            if _peer_user(connection) != os.geteuid():
+                connection.close()
+                self._on_rejected()
+                continue
+            connection.setblocking(False)
+            fd = connection.fileno()
+            handshake = make_handshake(self._key, self._address, is_initiator=False)
+            self._pending[fd] = connection, handshake, time.monotonic()
+            self._reactor.watch(fd, partial(self._authenticate, fd))
+        oldest = time.monotonic() - HANDSHAKE_TIMEOUT
+        too_many = len(self._pending) - _MAX_HANDSHAKES
+        for number, (fd, (_, _, since)) in enumerate(list(self._pending.items())):
+            if number < too_many or since < oldest:
+                self._reject(fd)
+
+    def _authenticate(self, fd: int) -> None:
+        """Continue the authentication of a connection that is readable."""
+        connection, handshake, _ = self._pending[fd]
+        try:
+            data = connection.recv(handshake.missing)
+            if not data:
+                raise ConnectionResetError
+            if answer := handshake.receive(data):
+                connection.send(answer)
+        except (OSError, AuthenticationError):
+            self._reject(fd)
+            return
+        if not handshake.missing:
+            self._reactor.unwatch(fd)
+            del self._pending[fd]
+            connection.setblocking(True)
+            self._on_accepted(LocalConnection(connection))
+
+    def _reject(self, fd: int) -> None:
+        self._reactor.unwatch(fd)
+        self._pending.pop(fd)[0].close()
+        self._on_rejected()
+
+    def _wait_for_resources(self, error: OSError) -> None:
+        """Pause while peers wait in the kernel; polling would only report them again, at once."""
+        if not self._is_out_of_resources:
+            self._is_out_of_resources = True
+            _LOG.warning(
+                "%s: new connections of workers are delayed; raise `ulimit -n`", error.strerror
+            )
+        time.sleep(_RETRY_SECONDS)
+
+    def close(self) -> None:
+        """Close the socket and all unauthenticated connections."""
+        for connection, _, _ in self._pending.values():
+            connection.close()
+        self._pending.clear()
+        self._socket.close()
+
+
+def connect(
+    key: bytes, address: str, end: float = math.inf, max_wait: float = HANDSHAKE_TIMEOUT
+) -> LocalConnection:
+    """Connect to a worker on this host; block until both have proved that they know the key.
+
+    Args:
+        key: The key of the job.
+        address: The address at which the worker listens.
+        end: The deadline, in monotonic seconds.
+        max_wait: The maximum number of seconds to wait for the worker, even if `end` is later.
+
+    Raises:
+        OSError: Nobody listens at the address.
+        CallTimeout: The worker did not answer before `end`.
+        PhalanxError: The listener does not know the key, belongs to another user or does not answer
+            within `max_wait` seconds, or this process has no room for a connection.
+    """
+    now = time.monotonic()
+    timeout = min(max(_MIN_HANDSHAKE_TIMEOUT, end - now), max_wait)
+    try:
+        while True:
+            try:
+                return _connect(key, address, timeout)
+            except (ConnectionResetError, BrokenPipeError):
+                # The listener makes room by closing unauthenticated connections.
+                if time.monotonic() > now + timeout:
+                    raise
+                time.sleep(_RETRY_SECONDS)
+    except TimeoutError:
+        kind = CallTimeout if timeout < max_wait else PhalanxError
+        text = f"the worker there did not answer within {timeout:.2g} s: is it stopped?"
+        raise kind(text) from None
+    except OSError as error:
+        if error.errno in _OUT_OF_RESOURCES:
+            raise PhalanxError(
+                f"cannot connect: {error.strerror}; raise `ulimit -n`, or close files"
+            ) from None
+        raise
+
+
+def _connect(key: bytes, address: str, timeout: float) -> LocalConnection:
+    handshake = make_handshake(key, address, is_initiator=True)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(None if timeout == math.inf else timeout)
+        connection.connect("\0" + address)
+        if _peer_user(connection) != os.geteuid():
+            raise PhalanxError("the process that listens there belongs to another user")
+        connection.sendall(handshake.begin())
+        while handshake.missing:
+            data = connection.recv(handshake.missing)
+            if not data:
+                raise ConnectionResetError("the connection was closed")
+            connection.sendall(handshake.receive(data))
+        connection.settimeout(None)
+    except AuthenticationError:
+        connection.close()
+        raise PhalanxError("the process that listens there does not know the job's key") from None
+    except BaseException:
+        connection.close()
+        raise
+    return LocalConnection(connection)
+
+
+def make_handshake(key: bytes, address: str, *, is_initiator: bool) -> Handshake:
+    """Return one side of the handshake; a proof for one address is useless at another one."""
+    address_key = derive(key, f"rpc on a host: {address}")
+    return Handshake(address_key, _PROTOCOL, is_initiator=is_initiator)
+
+
+def _peer_user(connection: socket.socket) -> int:
+    """Return the user id of the process at the other end."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(found)[1]
+    return user
 
 
 def is_readable(fd: int, milliseconds: int = 0) -> bool:

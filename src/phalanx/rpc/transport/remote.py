@@ -1,8 +1,6 @@
 """Connections to workers on other hosts: encrypted ZeroMQ sockets with locks and size limits.
 
-CURVE rejects unauthenticated peers. The server's public key is derived from the job's key and is
-never sent. A peer that does not know the key gets no further than the first message of the
-handshake, and nothing that it sends reaches this package.
+Nothing that an unauthenticated peer sends reaches this package (`phalanx.system.curve`).
 """
 
 from __future__ import annotations
@@ -13,15 +11,15 @@ import time
 from typing import TYPE_CHECKING
 
 import zmq
-from zmq.utils import z85
 
 from phalanx.key import derive
-from phalanx.rpc.codec.message import MAX_FRAME_SIZE
+from phalanx.rpc.message import MAX_FRAME_SIZE
+from phalanx.system import curve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from phalanx.rpc.codec.message import Frames
+    from phalanx.rpc.message import Frames
 
 __all__ = ["RemoteConnection", "RemoteContext", "RemoteDealer", "RemoteRouter"]
 
@@ -29,16 +27,10 @@ _LINGER = 2_000
 """Milliseconds that sent messages have to go out after a socket is closed."""
 _HEARTBEAT_MILLISECONDS = 1_000
 _HEARTBEAT_TIMEOUT_MILLISECONDS = 5_000
-_HANDSHAKE_MILLISECONDS = 10_000
 _DRAIN_MILLISECONDS = 100
 _MAX_COPIED = 64 * 2**10
 _ENCRYPTION_OVERHEAD = 1024
 """The maximum number of bytes that encryption adds to a frame."""
-_FAILED_HANDSHAKES = (
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
 
 
 class RemoteContext:
@@ -51,34 +43,24 @@ class RemoteContext:
 
     def __init__(self, key: bytes, host: str) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._secret = z85.encode(derive(key, "rpc server"))
-        self._public = zmq.curve_public(self._secret)
-        self._client_public, self._client_secret = zmq.curve_keypair()
+        self._server = curve.make_key_pair(derive(key, "rpc server"))
+        self._client = curve.KeyPair(*zmq.curve_keypair())
         self.router = RemoteRouter(self, f"tcp://{host}:*")
 
     def socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         """Return a socket that connects only with peers that know the key."""
         socket = self.context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IPV6, address.startswith("tcp://["))
-        # The limit applies to the encrypted frame.
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_SIZE + _ENCRYPTION_OVERHEAD)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MILLISECONDS)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MILLISECONDS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MILLISECONDS)
-        # The pending calls bound the messages in transit, and none of these may be dropped.
-        # Receiving must not pause either: the heartbeats of a busy worker would be late.
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        if kind == zmq.ROUTER:
-            socket.curve_server = True
-            socket.curve_secretkey, socket.curve_publickey = self._secret, self._public
-        else:
-            socket.curve_serverkey = self._public
-            socket.curve_secretkey, socket.curve_publickey = (
-                self._client_secret,
-                self._client_public,
-            )
+        is_server = kind == zmq.ROUTER
+        # The limit applies to the encrypted frame. The pending calls bound the messages in transit.
+        curve.configure(
+            socket,
+            address,
+            self._server if is_server else self._client,
+            b"" if is_server else self._server.public,
+            max_size=MAX_FRAME_SIZE + _ENCRYPTION_OVERHEAD,
+            heartbeat=_HEARTBEAT_MILLISECONDS,
+            timeout=_HEARTBEAT_TIMEOUT_MILLISECONDS,
+        )
         return socket
 
     def close(self) -> None:
@@ -128,7 +110,7 @@ class RemoteRouter(_MonitoredSocket):
     """The maximum number of messages to receive before other work gets its turn."""
 
     def __init__(self, context: RemoteContext, address: str) -> None:
-        super().__init__(context, zmq.ROUTER, address, _FAILED_HANDSHAKES)
+        super().__init__(context, zmq.ROUTER, address, curve.HANDSHAKE_FAILURES)
         self._socket.bind(address)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -141,10 +123,8 @@ class RemoteRouter(_MonitoredSocket):
                     identity = self._socket.recv(zmq.NOBLOCK)
                 except zmq.Again:
                     break
-                if self._socket.getsockopt(zmq.RCVMORE):
-                    messages.append(
-                        (identity, (self._socket.recv(), _receive_out_of_band(self._socket)))
-                    )
+                if self._socket.getsockopt(zmq.RCVMORE) and (frames := _receive(self._socket)):
+                    messages.append((identity, frames))
         return messages
 
     def send(self, identity: bytes, frame: bytes, out_of_band: Sequence[memoryview]) -> bool:
@@ -184,12 +164,9 @@ class RemoteDealer(_MonitoredSocket):
 
     def _receive_all(self) -> list[Frames]:
         answers: list[Frames] = []
-        while True:
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return answers
-            answers.append((frame, _receive_out_of_band(self._socket)))
+        while (answer := _receive(self._socket)) is not None:
+            answers.append(answer)
+        return answers
 
 
 class RemoteConnection:
@@ -227,7 +204,7 @@ class RemoteConnection:
             TimeoutError: There was no answer before `end`.
         """
         try:
-            return self._receive(end)
+            return self._wait(end)
         except zmq.ContextTerminated:
             return None
 
@@ -235,7 +212,7 @@ class RemoteConnection:
         """Close the connection at once."""
         self._socket.close(0)
 
-    def _receive(self, end: float) -> Frames | None:
+    def _wait(self, end: float) -> Frames | None:
         while True:
             seconds = max(0.0, end - time.monotonic())
             milliseconds = None if seconds == math.inf else math.ceil(seconds * 1000)
@@ -247,18 +224,20 @@ class RemoteConnection:
                 _DRAIN_MILLISECONDS
             ):
                 return None
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                continue
-            return frame, _receive_out_of_band(self._socket)
+            if (answer := _receive(self._socket)) is not None:
+                return answer
 
 
-def _receive_out_of_band(socket: zmq.Socket[bytes]) -> list[memoryview]:
-    frames = []
+def _receive(socket: zmq.Socket[bytes]) -> Frames | None:
+    """Return the next message, or None if none is available."""
+    try:
+        frame = socket.recv(zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+    out_of_band = []
     while socket.getsockopt(zmq.RCVMORE):
-        frames.append(socket.recv(copy=False).buffer)
-    return frames
+        out_of_band.append(socket.recv(copy=False).buffer)
+    return frame, out_of_band
 
 
 def _send(

@@ -10,15 +10,10 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from phalanx.system.curve import HANDSHAKE_FAILURES
 from phalanx.transports.interface import CallbackThread, TransportError
 from phalanx.transports.relay.frames import Frame
-from phalanx.transports.relay.sockets import (
-    HANDSHAKE_FAILURES,
-    Waker,
-    client_key_pair,
-    configure,
-    server_key_pair,
-)
+from phalanx.transports.relay.sockets import Waker, configure_client
 
 __all__ = ["Listener", "RelayConnection"]
 
@@ -59,12 +54,8 @@ class RelayConnection:
     def __init__(self, endpoint: str, key: bytes) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        key_pair = client_key_pair(key)
-        self._socket.setsockopt(zmq.CURVE_SERVERKEY, server_key_pair(key).public)
-        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, key_pair.public)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, key_pair.secret)
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # the relay would not know this process
-        configure(self._socket, endpoint)
+        configure_client(self._socket, endpoint, key)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._listeners: dict[bytes, Listener] = {}
         self._send_queue: deque[tuple[bytes, bytes]] = deque()

@@ -17,14 +17,9 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from phalanx.system.curve import HANDSHAKE_FAILURES
 from phalanx.transports.relay.frames import Frame, Kind, LeaveReason
-from phalanx.transports.relay.sockets import (
-    HANDSHAKE_FAILURES,
-    Waker,
-    client_key_pair,
-    configure,
-    server_key_pair,
-)
+from phalanx.transports.relay.sockets import Waker, client_key_pair, configure_server
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,9 +54,7 @@ class RelayServer:
         self._zap.bind(_ZAP)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, server_key_pair(key).secret)
-        configure(self._socket, endpoint)
+        configure_server(self._socket, endpoint, key)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         try:
             self._socket.bind(endpoint)

@@ -7,6 +7,8 @@ there are as many threads as there are long requests, and nested calls never blo
 
 A kernel timer wakes the follower. The leader sets it before each piece of work, and nobody
 needs to stop it: this costs a microsecond, and no switch of threads.
+
+Before a thread sleeps, it spins for a while, since waking up costs more than a short call.
 """
 
 from __future__ import annotations
@@ -21,25 +23,58 @@ import struct
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
-
-from phalanx.rpc.event_loop.spin import SpinPolicy
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["EventFd", "LeaderFollowers", "Reactor"]
+__all__ = ["EventFd", "Reactor", "SpinPolicy"]
 
 _LOG = logging.getLogger("phalanx.rpc")
 _JOIN_SECONDS = 2.0
 _SPIN_SECONDS = 500e-6
 """Seconds that the leader spins before it sleeps."""
 _MAX_STALE = 64
+_MAX_MISSES = 3
 _MAX_LEADER_WORK = 1_000_000
 """Nanoseconds of work after which another thread takes over the lead."""
 _IMMEDIATELY = 1
 _MONOTONIC, _NONBLOCK_CLOEXEC = 1, os.O_CLOEXEC
 _TIME = struct.Struct("qqqq")
+
+
+class SpinPolicy:
+    """A poll loop that yields to other threads in between and adapts to the length of waits.
+
+    After three waits that were longer than it may spin, it polls only once, until a wait was short
+    enough again. On a single core it never polls twice.
+
+    Args:
+        seconds: The maximum time to spin, in seconds.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds if len(os.sched_getaffinity(0)) > 1 else 0.0
+        self._misses = 0
+
+    def wait(self, poll: Callable[[], bool]) -> bool:
+        """Return whether `poll`, which polls once and does not block, returned true in time."""
+        if poll():
+            return True
+        if self._misses >= _MAX_MISSES:
+            return False
+        end = time.perf_counter() + self._seconds
+        while time.perf_counter() < end:
+            os.sched_yield()
+            if poll():
+                self._misses = 0
+                return True
+        return False
+
+    def record_sleep(self, seconds: float) -> None:
+        """Record that spinning failed and a sleep of that many seconds followed."""
+        total = seconds + (self._seconds if self._misses < _MAX_MISSES else 0.0)
+        self._misses = 0 if total < self._seconds else self._misses + 1
 
 
 class Reactor:
@@ -49,38 +84,31 @@ class Reactor:
     thread then takes over the lead (`LeaderFollowers`).
 
     Args:
-        on_expired: Called with the worker's id and the number of a call whose deadline has passed.
-        is_pending: Returns whether that call still waits for its answer.
+        on_expired: Called with a call whose deadline has passed while it was pending.
         on_wake: Called by the leader each time it is woken; returns work, or None.
     """
 
     def __init__(
-        self,
-        on_expired: Callable[[int, int], None],
-        is_pending: Callable[[int, int], bool],
-        on_wake: Callable[[], Callable[[], None] | None],
+        self, on_expired: Callable[[Any], None], on_wake: Callable[[], Callable[[], None] | None]
     ) -> None:
-        self._on_expired, self._is_pending, self._on_wake = on_expired, is_pending, on_wake
-        self.is_stopped = False
+        self._on_expired, self._on_wake = on_expired, on_wake
+        self._is_stopped = False
         self._eventfd = EventFd()
         self._epoll = select.epoll()
         self._events: list[tuple[int, int]] = []
         self._spin = SpinPolicy(_SPIN_SECONDS)
         self._handlers: dict[int, Callable[[], None]] = {}
         self._work: deque[Callable[[], None]] = deque()
-        self._deadlines: list[tuple[float, int, int]] = []
+        self._deadlines: list[tuple[float, int, dict[int, Any]]] = []
+        """A heap of deadlines, each with a call's number and the pending calls it is one of."""
         self._lock = threading.Lock()
         """Guards the deadlines."""
         self.threads = LeaderFollowers(self._next_work)
         self.watch(self._eventfd.fd, self._handle_wake)
 
-    def start(self) -> None:
-        """Start the threads."""
-        self.threads.start()
-
     def stop(self) -> None:
         """Stop all threads but those that execute something."""
-        self.is_stopped = True
+        self._is_stopped = True
         self._eventfd.notify()
         self.threads.stop(_JOIN_SECONDS)
 
@@ -91,7 +119,7 @@ class Reactor:
 
     def wake(self) -> None:
         """Make the leader look for new work."""
-        if not self.is_stopped:
+        if not self._is_stopped:
             self._eventfd.notify()
 
     def watch(self, fd: int, handler: Callable[[], None]) -> None:
@@ -114,25 +142,27 @@ class Reactor:
         if not self.threads.is_leader:
             self.wake()
 
-    def add_deadline(self, end: float, peer: int, call: int) -> None:
-        """Add the deadline of a call, in monotonic seconds."""
+    def add_deadline(self, end: float, call: int, pending: dict[int, Any]) -> None:
+        """Add the deadline of a call.
+
+        Args:
+            end: The deadline, in monotonic seconds.
+            call: The number of the call.
+            pending: The pending calls by number; this one is removed when it expires.
+        """
         with self._lock:
-            if len(self._deadlines) > _MAX_STALE:
-                self._drop_stale_deadlines()
-            heapq.heappush(self._deadlines, (end, peer, call))
-            is_first = self._deadlines[0][2] == call
+            heap = self._deadlines
+            # Those of ended calls are dropped whenever the number of all is a power of two.
+            if len(heap) > _MAX_STALE and len(heap) & (len(heap) - 1) == 0:
+                heap[:] = [each for each in heap if each[1] in each[2]]
+                heapq.heapify(heap)
+            heapq.heappush(heap, (end, call, pending))
+            is_first = heap[0][1] == call
         if is_first and not self.threads.is_leader:
             self.wake()
 
-    def _drop_stale_deadlines(self) -> None:
-        """Drop the deadlines of ended calls, if their number has reached a power of two."""
-        heap = self._deadlines
-        if len(heap) & (len(heap) - 1) == 0:
-            heap[:] = [each for each in heap if self._is_pending(each[1], each[2])]
-            heapq.heapify(heap)
-
     def _next_work(self) -> Callable[[], None] | None:
-        while not self.is_stopped:
+        while not self._is_stopped:
             if self._work:
                 return self._work.popleft()
             for fd, _ in self._wait_for_events():
@@ -171,8 +201,9 @@ class Reactor:
         with self._lock:
             while self._deadlines and self._deadlines[0][0] <= now:
                 due.append(heapq.heappop(self._deadlines))
-        for _, peer, call in due:
-            self._on_expired(peer, call)
+        for _, call, pending in due:
+            if (expired := pending.pop(call, None)) is not None:
+                self._on_expired(expired)
 
 
 def _call_handler(handler: Callable[[], None]) -> None:

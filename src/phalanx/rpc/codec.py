@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.errors import PhalanxError, RemoteError, UsageError
-from phalanx.rpc.codec.message import (
+from phalanx.rpc.message import (
     ANSWERS,
     MAX_FRAME_SIZE,
     MAX_TENSORS,
@@ -22,7 +22,7 @@ from phalanx.rpc.codec.message import (
     encode_frame,
     span,
 )
-from phalanx.rpc.codec.pickling import PickleContext, deserialize, get_autograd_hook, serialize
+from phalanx.rpc.pickling import PickleContext, deserialize, serialize
 from phalanx.rpc.shared_memory.receiver import (
     CopyFailure,
     CopyTimeout,
@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from phalanx.rpc.codec.message import Frames
+    from phalanx.rpc.message import Frames
     from phalanx.rpc.peer import Peer
+    from phalanx.rpc.pickling import AutogradHook
     from phalanx.rpc.shared_memory.sender import DeferredCopies, ShmSender
 
 __all__ = ["MessageCodec", "TensorsUnavailable"]
@@ -66,7 +67,9 @@ class MessageCodec:
     """An encoder and decoder of messages.
 
     Args:
+        source: The id of this worker.
         shm_sender: The shared memory from which tensors are sent.
+        hook: The hook that tensors pass through.
         on_unmapped: Called with a worker and the tensors from it that could not be mapped here.
         on_unread: Called with a worker and the tensors from it that were not waited for.
             `discard_tensors` must then be called with both, by a thread that may block.
@@ -74,25 +77,26 @@ class MessageCodec:
 
     def __init__(
         self,
+        source: int,
         shm_sender: ShmSender,
+        hook: AutogradHook,
         on_unmapped: Callable[[Peer, list[TensorDescriptor]], None],
         on_unread: Callable[[Peer, list[TensorDescriptor]], None],
     ) -> None:
+        self._source, self._hook = source, hook
         self._shm_sender, self._shm_receiver = shm_sender, ShmReceiver()
         self._on_unmapped, self._on_unread = on_unmapped, on_unread
         self.forget = self._shm_receiver.forget
 
-    def encode_plain(self, kind: Kind, source: int, body: object = None, call: int = 0) -> Frames:
+    def encode_plain(self, kind: Kind, body: object = None) -> Frames:
         """Return an internal message, which contains no object of the user's."""
         payload = pickle.dumps(body) if body is not None else b""
-        return encode_frame(kind, source, source, call, payload=payload), []
+        return encode_frame(kind, self._source, payload=payload), []
 
     def encode(
         self,
         kind: Kind,
         peer: Peer,
-        source: int,
-        root: int,
         call: int,
         body: object,
         description: str,
@@ -104,8 +108,6 @@ class MessageCodec:
         Args:
             kind: The kind of the message.
             peer: The receiver.
-            source: The id of this worker.
-            root: The id of the worker on whose behalf the message is sent.
             call: The number of the call.
             body: The object.
             description: A description of the object, for error messages.
@@ -116,15 +118,14 @@ class MessageCodec:
             UsageError: The object cannot be sent.
             PhalanxError: There is no room for a tensor.
         """
+        head = kind, self._source, call, extra
         if body is None:  # frequent; an empty payload is unpacked to None
-            return encode_frame(kind, source, root, call, extra), []
-        pickle_context = PickleContext(peer, kind in ANSWERS)
+            return encode_frame(*head), []
+        pickle_context = PickleContext(peer, self._hook, kind in ANSWERS)
         payload = serialize(body, pickle_context, description)
-        is_pickle_in_tensor = len(payload) > _MAX_INLINE_PICKLE
-        if not pickle_context.tensors and not is_pickle_in_tensor:
-            return encode_frame(kind, source, root, call, extra, payload=payload), []
+        if not pickle_context.tensors and len(payload) <= _MAX_INLINE_PICKLE:
+            return encode_frame(*head, payload=payload), []
         try:
-            head = kind, source, root, call, extra
             return self._encode_tensors(head, peer, pickle_context, payload, description, copies)
         except BaseException:
             pickle_context.cancel()
@@ -132,7 +133,7 @@ class MessageCodec:
 
     def _encode_tensors(
         self,
-        head: tuple[Kind, int, int, int, int],
+        head: tuple[Kind, int, int, int],
         peer: Peer,
         pickle_context: PickleContext,
         payload: bytes,
@@ -146,7 +147,7 @@ class MessageCodec:
                 f"at most {MAX_TENSORS - 1}; join some, for example by torch.stack"
             )
         if tensors:
-            tensors, metadata = get_autograd_hook().send(peer.id, tensors)
+            tensors, metadata = self._hook.send(peer.id, tensors)
         if is_pickle_in_tensor := len(payload) > _MAX_INLINE_PICKLE:
             tensors = [*tensors, torch.frombuffer(bytearray(payload), dtype=torch.uint8)]
             payload = b""
@@ -174,47 +175,46 @@ class MessageCodec:
                     self._shm_sender.reclaim(descriptor.segment, descriptor.block)
             if copies is not None:
                 copies.cancel()
-            get_autograd_hook().cancel(metadata)
+            self._hook.cancel(metadata)
             raise
         return frame, out_of_band
 
-    def encode_exception(
-        self, error: BaseException, peer: Peer, source: int, root: int, call: int
-    ) -> Frames:
+    def encode_exception(self, error: BaseException, peer: Peer, call: int) -> Frames:
         """Return a message that carries an exception."""
         trace = error.__traceback__
         # The first frame is this package's.
-        lines = traceback.format_exception(type(error), error, trace and trace.tb_next)
+        lines = "".join(traceback.format_exception(type(error), error, trace and trace.tb_next))
         summary = "".join(traceback.format_exception_only(type(error), error)).strip()
-        body = summary, "".join(lines), None
         try:
             if isinstance(error, Exception):
-                with_error = (*body[:2], error)
-                frames = self.encode(
-                    Kind.FAILURE, peer, source, root, call, with_error, "the exception"
-                )
+                body = summary, lines, error
+                frames = self.encode(Kind.FAILURE, peer, call, body, "the exception")
                 pickle.loads(pickle.dumps(error))  # its own __init__ may make this fail
                 return frames
         except Exception:  # noqa: BLE001 - whatever the exception's own code raises
             pass
-        return self.encode(Kind.FAILURE, peer, source, root, call, body, "the exception")
+        return self.encode(Kind.FAILURE, peer, call, (summary, lines, None), "the exception")
 
-    def decode(self, message: Message, peer: Peer) -> Any:
-        """Return the object in a message; see `read_tensors` and `deserialize`."""
-        return self.deserialize(message, peer, self.read_tensors(message, peer))
+    def decode(self, message: Message, peer: Peer, end: float = math.inf) -> Any:
+        """Return the object in a message; block until its tensors are written.
 
-    def deserialize(self, message: Message, peer: Peer, tensors: list[Tensor]) -> Any:
-        """Return the object in a message whose tensors were taken.
+        Args:
+            message: The message.
+            peer: The sender.
+            end: The deadline, in monotonic seconds.
 
         Raises:
+            TensorsUnavailable: A tensor cannot be mapped, or will never be written.
+            CopyTimeout: A tensor was not written in time.
             BaseException: The exception of the other worker, if the message carries one.
         """
+        tensors = self._read_tensors(message, peer, end) if message.descriptors else []
         payload: Any = tensors.pop().numpy() if message.is_pickle_in_tensor else message.payload
         if tensors:
-            tensors = get_autograd_hook().receive(peer.id, tensors, message.metadata)
+            tensors = self._hook.receive(peer.id, tensors, message.metadata)
         body: Any = None
         if len(payload):
-            body = deserialize(payload, tensors, PickleContext(peer))
+            body = deserialize(payload, tensors, PickleContext(peer, self._hook))
         if message.kind is not Kind.FAILURE:
             return body
         summary, lines, error = body
@@ -231,20 +231,8 @@ class MessageCodec:
             with contextlib.suppress(SegmentUnavailable):
                 self._map_tensor(descriptor, peer, math.inf)
 
-    def read_tensors(self, message: Message, peer: Peer, end: float = math.inf) -> list[Tensor]:
-        """Return all tensors of a message, or return none and end all leases.
-
-        Blocks until the tensors are written.
-
-        Args:
-            message: The message.
-            peer: The sender.
-            end: The deadline, in monotonic seconds.
-
-        Raises:
-            TensorsUnavailable: A tensor cannot be mapped, or will never be written.
-            CopyTimeout: A tensor was not written in time.
-        """
+    def _read_tensors(self, message: Message, peer: Peer, end: float) -> list[Tensor]:
+        """Return all tensors of a message, or return none and end all leases."""
         tensors: list[Tensor] = []
         unmapped: list[TensorDescriptor] = []
         failed: Exception | None = None
@@ -264,9 +252,12 @@ class MessageCodec:
                     unmapped.append(descriptor)
         if unmapped:
             self._on_unmapped(peer, unmapped)
+        if isinstance(failed, CopyFailure):
+            raise TensorsUnavailable(f"tensors from {peer} were not received: {failed}") from None
         if isinstance(failed, SegmentUnavailable):
-            raise _unavailable_error(
-                failed, peer, len(unmapped) or 1, len(message.descriptors)
+            raise TensorsUnavailable(
+                f"{len(unmapped) or 1} of {len(message.descriptors)} tensors from {peer} cannot be "
+                f"mapped: {failed}; check `ulimit -n`, `ulimit -v` and free memory"
             ) from None
         if failed is not None:
             try:
@@ -287,9 +278,9 @@ class MessageCodec:
             return self._map_tensor(descriptor, peer, end)
         if descriptor.location is TensorLocation.INLINE:
             return _decode_tensor(descriptor, bytearray(next(inline_data)))
+        frames = [next(out_of_band) for _ in range(0, descriptor.size, MAX_FRAME_SIZE)]
         return _decode_tensor(
-            descriptor,
-            _join([next(out_of_band) for _ in range(0, descriptor.size, MAX_FRAME_SIZE)]),
+            descriptor, frames[0] if len(frames) == 1 else bytearray().join(frames)
         )
 
     def _map_tensor(self, descriptor: TensorDescriptor, peer: Peer, end: float) -> Tensor:
@@ -329,17 +320,6 @@ class MessageCodec:
         return TensorDescriptor(tensor.dtype, TensorLocation.OUT_OF_BAND, shape)
 
 
-def _unavailable_error(
-    error: SegmentUnavailable, peer: Peer, count: int, total: int
-) -> TensorsUnavailable:
-    if isinstance(error, CopyFailure):
-        return TensorsUnavailable(f"tensors from {peer} were not received: {error}")
-    return TensorsUnavailable(
-        f"{count} of {total} tensors from {peer} cannot be mapped: {error}; check `ulimit -n`, "
-        "`ulimit -v` and free memory"
-    )
-
-
 def _get_storage(tensor: Tensor) -> Tensor | None:
     """Return the elements of a tensor as they lie in memory, in one dimension.
 
@@ -360,10 +340,6 @@ def _to_bytes(tensor: Tensor) -> bytes:
 def _flatten(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor, in the order of its elements."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _join(frames: list[memoryview]) -> memoryview | bytearray:
-    return frames[0] if len(frames) == 1 else bytearray().join(frames)
 
 
 def _decode_tensor(descriptor: TensorDescriptor, data: bytearray | memoryview) -> Tensor:

@@ -43,10 +43,10 @@ MAX_FRAME_SIZE = 256 * 2**20
 MAX_TENSORS = 2**16 - 1
 """The maximum number of tensors in a message."""
 
-_HEADER = struct.Struct("<4sBBHIIIQQIII")
+_HEADER = struct.Struct("<4sBBHIIQQIII")
 _CHECKSUM = struct.Struct("<I")
 _DESCRIPTOR = struct.Struct("<BBHIIIQ")
-_MAGIC = b"PhR1"
+_MAGIC = b"PhR2"
 _DIMENSIONS = 64
 _STRIDED = 0x80
 """A flag in the location field of a tensor: its strides follow its shape."""
@@ -148,8 +148,6 @@ class Message(NamedTuple):
     kind: Kind
     source: int
     """The id of the sender."""
-    root: int
-    """The id of the worker on whose behalf it was sent."""
     call: int
     """The number that matches an answer with its call."""
     extra: int
@@ -167,8 +165,7 @@ class Message(NamedTuple):
 def encode_frame(
     kind: Kind,
     source: int,
-    root: int,
-    call: int,
+    call: int = 0,
     extra: int = 0,
     descriptors: Sequence[TensorDescriptor] = (),
     metadata: bytes = b"",
@@ -184,7 +181,6 @@ def encode_frame(
         _PICKLE_IN_TENSOR if is_pickle_in_tensor else 0,
         len(descriptors),
         source,
-        root,
         0,
         call,
         extra,
@@ -215,32 +211,39 @@ def parse(frame: bytes, out_of_band: Sequence[memoryview], workers: int) -> Mess
     if zlib.crc32(memoryview(frame)[:end]) != _CHECKSUM.unpack_from(frame, end)[0]:
         raise Malformed("its checksum is wrong")
     header = _HEADER.unpack_from(frame)
-    _, kind, flags, count, source, root, reserved, call, extra, table, metadata, payload = header
+    _, kind, flags, count, source, reserved, call, extra, table, metadata, payload = header
     if flags & ~_PICKLE_IN_TENSOR or reserved:
         raise Malformed("a reserved field is not zero")
     try:
         kind = Kind(kind)
     except ValueError:
         raise Malformed(f"unknown message kind {kind}") from None
-    if source >= workers or root >= workers:
-        raise Malformed(f"invalid worker ids: source {source}, root {root}, {workers} workers")
+    if source >= workers:
+        raise Malformed(f"invalid worker id {source} of {workers} workers")
     if _HEADER.size + table + metadata + payload > end:
         raise Malformed("its parts are longer than the message")
     offset = _HEADER.size
-    descriptors = (
-        _parse_descriptors(frame[offset : offset + table], count) if table or count else []
-    )
-    offset += table
-    parts = (
-        frame[offset : offset + metadata],
-        frame[offset + metadata : offset + metadata + payload],
-    )
-    inline_data = _split_inline_data(frame[offset + metadata + payload : end], descriptors)
+    parts = []
+    for size in (table, metadata, payload):
+        parts.append(frame[offset : offset + size])
+        offset += size
+    encoded_table, encoded_metadata, encoded_payload = parts
+    descriptors = _parse_descriptors(encoded_table, count) if table or count else []
+    inline_data = _split_inline_data(frame[offset:end], descriptors)
     _check_out_of_band(descriptors, out_of_band)
     if flags and (payload or not descriptors or descriptors[-1].dtype is not torch.uint8):
         raise Malformed("its last tensor should hold its pickle, but does not")
     return Message(
-        kind, source, root, call, extra, descriptors, *parts, inline_data, out_of_band, bool(flags)
+        kind,
+        source,
+        call,
+        extra,
+        descriptors,
+        encoded_metadata,
+        encoded_payload,
+        inline_data,
+        out_of_band,
+        bool(flags),
     )
 
 

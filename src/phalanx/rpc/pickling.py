@@ -6,7 +6,6 @@ importable name (lambdas, nested functions, functions typed into an interpreter)
 by cloudpickle. So are compiled TorchScript objects, in TorchScript's own format.
 
 Every tensor that is sent or received with a request or an answer passes through an `AutogradHook`.
-By default tensors only lose their history.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import pickle
 import sys
 import threading
 import types
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import cloudpickle
@@ -24,18 +24,18 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ArgumentTypeError, UsageError
-from phalanx.rpc.codec.message import DTYPES
+from phalanx.rpc.message import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from phalanx.rpc.peer import Peer
 
 __all__ = [
     "AutogradHook",
     "PickleContext",
     "deserialize",
-    "get_autograd_hook",
     "serialize",
-    "set_autograd_hook",
     "thread_local",
 ]
 
@@ -49,25 +49,49 @@ _SPARSE = frozenset(
 )
 
 
-class MessagePeer(Protocol):
-    """The other worker of a message: its receiver when packing, its sender when unpacking."""
+class AutogradHook(Protocol):
+    """A hook that tensors pass through, in the thread that sends or receives them."""
 
-    @property
-    def id(self) -> int:
-        """The id of the worker."""
+    def send(self, peer: int, tensors: list[Tensor]) -> tuple[list[Tensor], bytes]:
+        """Process tensors before they are sent with a request or an answer.
+
+        Args:
+            peer: The id of the receiver.
+            tensors: All tensors to send.
+
+        Returns:
+            The tensors to send in their place, without history, and metadata for the receiver.
+        """
         ...
 
-    @property
-    def same_main(self) -> bool:
-        """True if the worker runs the same main program."""
+    def cancel(self, metadata: bytes) -> None:
+        """Free what is kept for tensors that were to be sent with this metadata and were not."""
+        ...
+
+    def receive(self, peer: int, tensors: list[Tensor], metadata: bytes) -> list[Tensor]:
+        """Process tensors before they are put into unpickled arguments or results.
+
+        Args:
+            peer: The id of the sender.
+            tensors: The received tensors.
+            metadata: The metadata that `send` returned on the sender.
+        """
+        ...
+
+    def forget(self, peer: int) -> None:
+        """Free everything kept for a peer that is lost."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; called after the last message."""
         ...
 
 
 class PickleContext:
     """The state of packing for a peer, or of unpacking from it; `thread_local` has the thread's."""
 
-    def __init__(self, peer: MessagePeer, is_answer: bool = False) -> None:
-        self.peer, self.is_answer = peer, is_answer
+    def __init__(self, peer: Peer, hook: AutogradHook, is_answer: bool = False) -> None:
+        self.peer, self.hook, self.is_answer = peer, hook, is_answer
         self.tensors: list[Tensor] = []
         self.undo: list[Callable[[], None]] = []
         """Functions to call if the packed object is never sent."""
@@ -155,10 +179,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no types
     def _reduce_sparse_tensor(self, tensor: Tensor) -> Any:
         """Reduce to indices and values, which are sent as tensors; the graph sees one tensor."""
         if tensor.requires_grad:
-            hook = get_autograd_hook()
-            (detached,), metadata = hook.send(self._pickle_context.peer.id, [tensor])
+            context = self._pickle_context
+            (detached,), metadata = context.hook.send(context.peer.id, [tensor])
             if metadata:
-                self._pickle_context.undo.append(lambda: hook.cancel(metadata))
+                context.undo.append(partial(context.hook.cancel, metadata))
                 return _attach_history, (detached, metadata)
             tensor = detached
         if tensor.layout is torch.sparse_coo:
@@ -278,7 +302,8 @@ def _make_sparse_compressed(
 
 
 def _attach_history(tensor: Tensor, metadata: bytes) -> Tensor:
-    (attached,) = get_autograd_hook().receive(_get_pickle_context().peer.id, [tensor], metadata)
+    context = _get_pickle_context()
+    (attached,) = context.hook.receive(context.peer.id, [tensor], metadata)
     return attached
 
 
@@ -332,59 +357,3 @@ def _load_from_main(name: str) -> Any:
     if (found := _find_in_main(name)) is None:
         raise AttributeError(f"the main program of this worker has no {name!r}")
     return found
-
-
-class AutogradHook(Protocol):
-    """A hook that tensors pass through, in the thread that sends or receives them."""
-
-    def send(self, peer: int, tensors: list[Tensor]) -> tuple[list[Tensor], bytes]:
-        """Process tensors before they are sent with a request or an answer.
-
-        Args:
-            peer: The id of the receiver.
-            tensors: All tensors to send.
-
-        Returns:
-            The tensors to send in their place, without history, and metadata for the receiver.
-        """
-        ...
-
-    def cancel(self, metadata: bytes) -> None:
-        """Free what is kept for tensors that were to be sent with this metadata and were not."""
-        ...
-
-    def receive(self, peer: int, tensors: list[Tensor], metadata: bytes) -> list[Tensor]:
-        """Process tensors before they are put into unpickled arguments or results.
-
-        Args:
-            peer: The id of the sender.
-            tensors: The received tensors.
-            metadata: The metadata that `send` returned on the sender.
-        """
-        ...
-
-
-class _DetachingHook:
-    """The default hook: tensors lose their history."""
-
-    def send(self, peer: int, tensors: list[Tensor]) -> tuple[list[Tensor], bytes]:  # noqa: ARG002
-        return [each.detach() if each.requires_grad else each for each in tensors], b""
-
-    def cancel(self, metadata: bytes) -> None:
-        pass
-
-    def receive(self, peer: int, tensors: list[Tensor], metadata: bytes) -> list[Tensor]:  # noqa: ARG002
-        return tensors
-
-
-_hooks: list[AutogradHook] = [_DetachingHook()]
-
-
-def set_autograd_hook(hook: AutogradHook | None) -> None:
-    """Set the hook that tensors pass through; with None, they only lose their history."""
-    _hooks[0] = _DetachingHook() if hook is None else hook
-
-
-def get_autograd_hook() -> AutogradHook:
-    """Return the hook that tensors pass through."""
-    return _hooks[0]
