@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Aborted": "phalanx.errors",
+    "CheckpointError": "phalanx.errors",
     "CollectiveMismatch": "phalanx.errors",
     "CollectiveTimeout": "phalanx.errors",
     "LaunchError": "phalanx.errors",
@@ -67,39 +68,19 @@ _MODULES = {
     "PeerLost": "phalanx.errors",
     "PhalanxError": "phalanx.errors",
     "Session": "phalanx.launcher.init",
-    "CheckpointError": "phalanx.errors",
     "UsageError": "phalanx.errors",
     "abort": "phalanx.backend.membership",
     "empty_shared": "phalanx.backend.shared_tensors",
     "host_ranks": "phalanx.backend.membership",
     "init": "phalanx.launcher.init",
+    "launch": "phalanx.launcher.launch",
     "report": "phalanx.observe.recorder",
 }
 
-__all__ = [
-    "Aborted",
-    "CheckpointError",
-    "CollectiveMismatch",
-    "CollectiveTimeout",
-    "LaunchError",
-    "Options",
-    "PeerLost",
-    "PhalanxError",
-    "Session",
-    "UsageError",
-    "__version__",
-    "abort",
-    "empty_shared",
-    "host_ranks",
-    "init",
-    "launch",
-    "report",
-]
+__all__ = ["__version__", *_MODULES]  # noqa: PLE0604 - the keys are strings
 
 
 def __getattr__(name: str) -> object:
-    if name == "launch":
-        return importlib.import_module("phalanx.launcher")
     if name in _MODULES:
         value = getattr(importlib.import_module(_MODULES[name]), name)
         globals()[name] = value

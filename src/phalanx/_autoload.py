@@ -13,7 +13,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 
 def register() -> None:
@@ -21,8 +21,11 @@ def register() -> None:
     from torch.distributed import Backend, is_available
 
     if is_available() and "PHALANX" not in Backend._plugins:
-        _register_rendezvous("mpi", _rendezvous_mpi)
-        _register_rendezvous("slurm", _rendezvous_slurm)
+        from torch.distributed.rendezvous import register_rendezvous_handler
+
+        for scheme in ("mpi", "slurm"):
+            with contextlib.suppress(RuntimeError):  # another package's handler takes precedence
+                register_rendezvous_handler(scheme, _rendezvous)  # type: ignore[no-untyped-call]
         Backend.register_backend("phalanx", _create, extended_api=True, devices=["cpu", "cuda"])
         if os.environ.get("PHALANX_REPLACE"):
             from phalanx.backend.replace import install
@@ -36,22 +39,10 @@ def _create(options: object, backend_options: object = None) -> object:
     return create(options, backend_options)
 
 
-def _register_rendezvous(
-    scheme: str, handler: Callable[..., Iterator[tuple[Any, int, int]]]
-) -> None:
-    from torch.distributed.rendezvous import register_rendezvous_handler
-
-    with contextlib.suppress(RuntimeError):  # another package's handler takes precedence
-        register_rendezvous_handler(scheme, handler)  # type: ignore[no-untyped-call]
-
-
-def _rendezvous_mpi(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    from phalanx.launcher.mpi import rendezvous_handler
-
-    return rendezvous_handler(url, **options)
-
-
-def _rendezvous_slurm(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    from phalanx.launcher.slurm import rendezvous_handler
+def _rendezvous(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    if url.startswith("mpi:"):
+        from phalanx.launcher.mpi import rendezvous_handler
+    else:
+        from phalanx.launcher.slurm import rendezvous_handler
 
     return rendezvous_handler(url, **options)

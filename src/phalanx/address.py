@@ -8,7 +8,7 @@ import socket
 from phalanx import env
 from phalanx.errors import UsageError
 
-__all__ = ["interface_address", "local_address"]
+__all__ = ["interface_address", "is_loopback", "local_address", "resolve"]
 
 _DISCARD = 9
 
@@ -55,6 +55,20 @@ def interface_address(value: str) -> str:
         f"PHALANX_INTERFACE={value!r} in the environment: this machine has no such interface or "
         f"address; it has {available}"
     )
+
+
+def resolve(name: str) -> list[str]:
+    """Return the addresses of a host, those of the loopback interface last; none if unknown."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return sorted((str(each[4][0]) for each in found), key=is_loopback)
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only this machine can reach an address."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _source_address(host: str) -> str:

@@ -2,8 +2,9 @@
 
 `VARIABLES` is the documentation. Phalanx's Python code reads a variable that can be malformed only
 through the functions below. They raise `ValueError` with a message that names the variable, its
-value and the expected value; callers turn it into `phalanx.errors.UsageError`. This module imports
-neither torch nor any other module of the package.
+value and the expected value; callers turn it into `phalanx.errors.UsageError`. An argument
+`environ` is the environment to read. This module imports neither torch nor any other module of the
+package.
 """
 
 import os
@@ -17,7 +18,6 @@ __all__ = [
     "REPLACEABLE",
     "VARIABLES",
     "RankAssignment",
-    "Variable",
     "advertised_address",
     "assigned_ranks",
     "backend_names",
@@ -49,224 +49,180 @@ _ADDRESS = re.compile(
     r"(?:\[(?P<six>[0-9a-fA-F:.%]+)\]|(?P<host>[^\s:\[\]/]+))(?::(?P<port>[0-9]{1,5}))?", re.ASCII
 )
 
-
-class Variable(NamedTuple):
-    """An environment variable: its name and a paragraph of documentation."""
-
-    name: str
-    doc: str
-
-
-VARIABLES = (
-    Variable(
-        "PHALANX_ISA",
+VARIABLES = {
+    "PHALANX_ISA": (
         "Read by the native core when it is loaded: the widest instruction set that the reduction "
         "kernels may use, `baseline`, `avx2` or `avx512`. Unset: the widest that the processor "
-        "supports. Results are the same with each. For comparisons and tests.",
+        "supports. Results are the same with each. For comparisons and tests."
     ),
-    Variable(
-        "PHALANX_REPLACE",
+    "PHALANX_REPLACE": (
         "The backends that Phalanx replaces, separated by commas: `gloo`, `mpi`, `tcp`. Set for "
         "every rank by `phalanx run --replace`, read at `import torch`. A script that names one of "
         "them, or names none and would get Gloo by default, then runs on Phalanx, and still sees "
         "the name that it requested. For `mpi`, the rank and the world size come from `RANK` and "
         "`WORLD_SIZE`, else from `mpirun` or `srun`. If Phalanx replaces `cpu:gloo,cuda:nccl`, it "
         "passes CUDA tensors to NCCL. Requests with options for NCCL, or with other backends "
-        "besides, are not replaced. Unset: nothing is replaced.",
+        "besides, are not replaced. Unset: nothing is replaced."
     ),
-    Variable(
-        "PHALANX_JOB",
+    "PHALANX_JOB": (
         "The name of the job to which this process belongs, as listed by `phalanx jobs`. Set for "
         "every rank by `phalanx run` and `phalanx.launch`, read when a rank forms its first group. "
         "The rank keeps its flight recorder in the directory of that job. Unset: the ranks agree "
-        "on a name. `none`: flight recorders are in memory only, and are lost with their rank.",
+        "on a name. `none`: flight recorders are in memory only, and are lost with their rank."
     ),
-    Variable(
-        "PHALANX_JOBS_DIR",
+    "PHALANX_JOBS_DIR": (
         "The parent of the directories of all jobs, an absolute path. It must belong to you and be "
         "writable by you alone. It is created if it is missing. Set for every rank by `phalanx "
         "run` and `phalanx.launch`, read by ranks and by the commands that inspect jobs. Unset: "
-        "`phalanx-UID` in the directory that `TMPDIR` names, else in `/tmp`.",
+        "`phalanx-UID` in the directory that `TMPDIR` names, else in `/tmp`."
     ),
-    Variable(
-        "PHALANX_JOBS_KEPT",
+    "PHALANX_JOBS_KEPT": (
         "The number of ended jobs to keep for `phalanx explain`, 0 or more. When a job starts, the "
-        "oldest jobs in excess are removed. Unset: 20.",
+        "oldest jobs in excess are removed. Unset: 20."
     ),
-    Variable(
-        "PHALANX_JOBS_KEPT_MIB",
+    "PHALANX_JOBS_KEPT_MIB": (
         "The total size of ended jobs to keep, in MiB, 0 or more; half a MiB per rank is usual. "
-        "The oldest jobs are removed first. Unset: 256.",
+        "The oldest jobs are removed first. Unset: 256."
     ),
-    Variable(
-        "PHALANX_HOST_ID",
+    "PHALANX_HOST_ID": (
         "The host that this process claims to run on, any text. Ranks with different values do not "
         "share memory and communicate through a transport, as if they were on different machines. "
         "Set for every rank by `phalanx run --simulate-hosts`. Ranks with the same value share "
-        "memory only if they can. Unset: all ranks that can share memory do.",
+        "memory only if they can. Unset: all ranks that can share memory do."
     ),
-    Variable(
-        "PHALANX_TRANSPORT",
+    "PHALANX_TRANSPORT": (
         "The transport between hosts, unless `phalanx.init(transport=...)` gives it: `gloo`; "
         "`mpi`, for ranks that `mpirun` has started; `relay`, for hosts that cannot reach each "
         "other; `nccl`, which requires that CUDA tensors use NCCL. Set it to the same value on all "
-        "ranks. Unset: `gloo`.",
+        "ranks. Unset: `gloo`."
     ),
-    Variable(
-        "PHALANX_INTERFACE",
+    "PHALANX_INTERFACE": (
         "The network interface, by its name or by one of its addresses, on which this rank listens "
         "for ranks of other hosts, and `phalanx run` for other hosts. Unset: the address from "
-        "which this machine reaches the rendezvous.",
+        "which this machine reaches the rendezvous."
     ),
-    Variable(
-        "PHALANX_ADVERTISE_ADDR",
+    "PHALANX_ADVERTISE_ADDR": (
         "The address at which other hosts reach rank 0 if it differs from the address on which "
         "rank 0 listens, as behind the NAT of a cloud: HOST or HOST:PORT. With a port, rank 0 "
         "listens on that port. For the transport `relay`; `gloo` cannot use it. Not needed in jobs "
-        "that `phalanx run` has started on their hosts: the relay is then at `--master-addr`.",
+        "that `phalanx run` has started on their hosts: the relay is then at `--master-addr`."
     ),
-    Variable(
-        "PHALANX_TUNNEL_HOST",
+    "PHALANX_TUNNEL_HOST": (
         "The host of the tunnel server, through which the hosts of the job connect; `MASTER_ADDR` "
         "is then an address of the loopback interface. Set by `phalanx run` for the ranks of a job "
-        "on several hosts, which listen on the interface that faces that host.",
+        "on several hosts, which listen on the interface that faces that host."
     ),
-    Variable(
-        "PHALANX_RELAY",
+    "PHALANX_RELAY": (
         "The endpoint of the transport `relay` on this host: `listen:SOCKET` on the host of the "
         "tunnel server, `connect:SOCKET` on others, with the name of a Unix socket. Set by "
         "`phalanx run` for the ranks of a job on several hosts. Unset: rank 0 listens on an "
-        "address of its own.",
+        "address of its own."
     ),
-    Variable(
-        "PHALANX_KEY_FD",
+    "PHALANX_KEY_FD": (
         "An open descriptor of memory with the job's key. `phalanx run` creates it and sets this "
-        "for every rank. Processes that a rank starts have it only if they inherit open files.",
+        "for every rank. Processes that a rank starts have it only if they inherit open files."
     ),
-    Variable(
-        "PHALANX_KEY_FILE",
+    "PHALANX_KEY_FILE": (
         "A file with the job's key, which belongs to you and which nobody else can read (mode "
         "0600); `phalanx key PATH` creates one. Read by `phalanx run --nnodes` unless `--key-file` "
-        "or `--key-fd` is given, and by ranks that other launchers have started.",
+        "or `--key-fd` is given, and by ranks that other launchers have started."
     ),
-    Variable(
-        "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_SIZE": (
         "Set by the `mpirun` of Open MPI, with `OMPI_COMM_WORLD_LOCAL_RANK` and "
         "`OMPI_COMM_WORLD_LOCAL_SIZE`. If it is set, `phalanx.init` takes the rank and the world "
-        "size from MPI, and the local rank and size from the other two variables.",
+        "size from MPI, and the local rank and size from the other two variables."
     ),
-    Variable(
-        "MPI_LOCALNRANKS",
+    "MPI_LOCALNRANKS": (
         "Set by the `mpirun` of MPICH and its derivatives, with `MPI_LOCALRANKID`; read like "
         "`OMPI_COMM_WORLD_SIZE`. So are `PMI_SIZE` and `PMIX_RANK`, which other launchers of MPI "
-        "set, in a process that Slurm has not started.",
+        "set, in a process that Slurm has not started."
     ),
-    Variable(
-        "SLURM_STEP_ID",
+    "SLURM_STEP_ID": (
         "Set by `srun`, with `SLURM_JOB_ID`, `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, "
         "`SLURM_STEP_NODELIST`, `SLURM_STEP_TASKS_PER_NODE`, `SLURM_NODEID` and `SLURM_LOCALID`. "
         "`phalanx.init` and `slurm://` take the rank and the world size of this process from "
-        "them.",
+        "them."
     ),
-    Variable(
-        "RANK",
+    "RANK": (
         "The rank of this process in the job, from 0 to `WORLD_SIZE` - 1. Set for every process by "
-        "`phalanx run`, `phalanx.launch` and torchrun, read by `phalanx.init`.",
+        "`phalanx run`, `phalanx.launch` and torchrun, read by `phalanx.init`."
     ),
-    Variable(
-        "WORLD_SIZE",
+    "WORLD_SIZE": (
         "The number of processes of the job, on all hosts. Set and read like `RANK`; one without "
-        "the other is an error.",
+        "the other is an error."
     ),
-    Variable(
-        "LOCAL_RANK",
+    "LOCAL_RANK": (
         "The rank of this process among those of the job on this host. Set like `RANK`. "
         "`phalanx.init` chooses the GPU by it. Unset: the value of `RANK`, which is right on one "
-        "host.",
+        "host."
     ),
-    Variable(
-        "LOCAL_WORLD_SIZE",
+    "LOCAL_WORLD_SIZE": (
         "The number of processes of the job on this host. Set like `RANK`. Unset: `phalanx.init` "
-        "uses `WORLD_SIZE`, which is right on one host.",
+        "uses `WORLD_SIZE`, which is right on one host."
     ),
-    Variable(
-        "MASTER_ADDR",
+    "MASTER_ADDR": (
         "The address of the store through which the ranks find each other. Set like `RANK`; read "
-        "by `torch.distributed`, and checked by `phalanx.init`.",
+        "by `torch.distributed`, and checked by `phalanx.init`."
     ),
-    Variable(
-        "MASTER_PORT",
-        "The TCP port of that store, 1 to 65535. Set and read like `MASTER_ADDR`.",
-    ),
-    Variable(
-        "GROUP_RANK",
+    "MASTER_PORT": ("The TCP port of that store, 1 to 65535. Set and read like `MASTER_ADDR`."),
+    "GROUP_RANK": (
         "The rank of this process's host among the hosts of the job. It is set as by torchrun, "
         "with `GROUP_WORLD_SIZE`, `ROLE_NAME`, `ROLE_RANK` and `ROLE_WORLD_SIZE`, for scripts that "
-        "read it. Phalanx does not read it.",
+        "read it. Phalanx does not read it."
     ),
-    Variable(
-        "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_USE_AGENT_STORE": (
         "`True` if the launcher hosts the store, so that rank 0 connects to it like every other "
         "rank. Set by `phalanx run` and `phalanx.launch`, with `TORCHELASTIC_RUN_ID`, "
         "`TORCHELASTIC_RESTART_COUNT` and `TORCHELASTIC_MAX_RESTARTS`, as by torchrun; but "
-        "`TORCHELASTIC_RUN_ID` is the same on all hosts, and new at every start.",
+        "`TORCHELASTIC_RUN_ID` is the same on all hosts, and new at every start."
     ),
-    Variable(
-        "OMP_NUM_THREADS",
+    "OMP_NUM_THREADS": (
         "The number of threads per process. Set for every rank to max(1, usable cores // ranks on "
         "this host), unless it is set already. Usable cores are those of the affinity mask, within "
-        "the CPU quota of the control group.",
+        "the CPU quota of the control group."
     ),
-    Variable(
-        "PYTHONUNBUFFERED",
+    "PYTHONUNBUFFERED": (
         "Set to 1 for every rank unless set already, so that its output is visible as soon as it "
-        "is written.",
+        "is written."
     ),
-    Variable(
-        "PYTHONFAULTHANDLER",
+    "PYTHONFAULTHANDLER": (
         "Set to 1 for every rank unless set already, so that a crash in native code prints the "
-        "Python stack.",
+        "Python stack."
     ),
-    Variable(
-        "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_MMAP_THRESHOLD_": (
         "With `MALLOC_TRIM_THRESHOLD_`, read by the C library: the size from which each tensor "
         "gets new memory from the kernel, and the amount of freed memory that a process keeps. Set "
         "for every rank to 32 MiB and 128 MiB unless one of them is set already: a training step "
         "then reuses its memory, and the kernel need not clear it page by page. Other C libraries "
-        "ignore it.",
+        "ignore it."
     ),
-    Variable(
-        "ACCELERATE_USE_CPU",
+    "ACCELERATE_USE_CPU": (
         "Read by Accelerate, and by libraries that use it. Set to `true` for every rank on a host "
         "without an accelerator, unless set already: otherwise each process trains alone, without "
-        "an error. Phalanx does not read it.",
+        "an error. Phalanx does not read it."
     ),
-    Variable(
-        "PET_NPROC_PER_NODE",
+    "PET_NPROC_PER_NODE": (
         "The default of `phalanx run --nproc-per-node`; every option of torchrun has such a "
-        "variable, `PET_` and its name. Unset: `auto`.",
+        "variable, `PET_` and its name. Unset: `auto`."
     ),
-    Variable(
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": (
         "The seconds between SIGTERM and SIGKILL for ranks that `phalanx run` stops, if "
-        "`--shutdown-timeout` is not given. Unset: 10.",
+        "`--shutdown-timeout` is not given. Unset: 10."
     ),
-    Variable(
-        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
+    "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": (
         "The prefix of the lines that `phalanx run --tee` shows, with `${rank}`, `${local_rank}` "
-        "and `${role_name}`. Set to `[rank ${rank}] ` unless set already.",
+        "and `${role_name}`. Set to `[rank ${rank}] ` unless set already."
     ),
-    Variable(
-        "TORCH_CPP_LOG_LEVEL",
+    "TORCH_CPP_LOG_LEVEL": (
         "Read by PyTorch. `phalanx run` sets it to `ERROR` while it loads PyTorch for itself, not "
-        "for ranks, unless this or `LOGLEVEL` is set.",
+        "for ranks, unless this or `LOGLEVEL` is set."
     ),
-    Variable(
-        "LOGLEVEL",
+    "LOGLEVEL": (
         "The Python log level of PyTorch's elastic agent, for example `INFO`. Unset: `phalanx run` "
-        "silences the agent and prints one report when a rank fails.",
+        "silences the agent and prints one report when a rank fails."
     ),
-)
+}
+"""The variables by name, each with a paragraph of documentation."""
 
 
 class RankAssignment(NamedTuple):
@@ -283,7 +239,7 @@ def integer(
     *,
     minimum: int,
     maximum: int | None = None,
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> int | None:
     """Read an integer variable; None if it is unset or empty.
 
@@ -291,12 +247,12 @@ def integer(
         name: The name of the variable.
         minimum: The smallest value allowed.
         maximum: The largest value allowed; None for no limit.
-        environ: The environment to read; default `os.environ`.
+        environ: The environment to read.
 
     Raises:
         ValueError: The value is not an integer, or is out of range.
     """
-    text = (os.environ if environ is None else environ).get(name, "").strip()
+    text = environ.get(name, "").strip()
     if not text:
         return None
     expected = f"an integer from {minimum}" + (" up" if maximum is None else f" to {maximum}")
@@ -309,16 +265,12 @@ def integer(
     return value
 
 
-def assigned_ranks(environ: Mapping[str, str] | None = None) -> RankAssignment | None:
+def assigned_ranks(environ: Mapping[str, str] = os.environ) -> RankAssignment | None:
     """Read the ranks and world sizes set by a launcher; None if there is no launcher.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
 
     Raises:
         ValueError: Some of the variables are missing, are not integers, or contradict each other.
     """
-    environ = os.environ if environ is None else environ
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if not environ.get(name, "").strip()]
     if len(missing) == len(needed):
@@ -343,16 +295,12 @@ def assigned_ranks(environ: Mapping[str, str] | None = None) -> RankAssignment |
     return RankAssignment(rank, world_size, rank if local_rank is None else local_rank, local_size)
 
 
-def launcher(environ: Mapping[str, str] | None = None) -> str:
+def launcher(environ: Mapping[str, str] = os.environ) -> str:
     """Return "mpi" or "slurm" if that launcher started this process, else "".
 
     A process that `mpirun` started inside of Slurm has the variables of both, and those of Slurm
     describe `mpirun`'s own processes. A process that `srun` started may have some of MPI's.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
     """
-    environ = os.environ if environ is None else environ
     if "OMPI_COMM_WORLD_SIZE" in environ or "MPI_LOCALNRANKS" in environ:
         return "mpi"
     if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ:
@@ -360,13 +308,8 @@ def launcher(environ: Mapping[str, str] | None = None) -> str:
     return "mpi" if mpi_launcher(environ) else ""
 
 
-def mpi_launcher(environ: Mapping[str, str] | None = None) -> str:
-    """Return the MPI that launched this process: "Open MPI", "MPICH" or "MPI"; empty if none did.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
-    """
-    environ = os.environ if environ is None else environ
+def mpi_launcher(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the MPI that started this process: "Open MPI", "MPICH" or "MPI"; empty if none did."""
     if "OMPI_COMM_WORLD_SIZE" in environ:
         return "Open MPI"
     if "MPI_LOCALNRANKS" in environ:
@@ -374,16 +317,13 @@ def mpi_launcher(environ: Mapping[str, str] | None = None) -> str:
     return "MPI" if {"PMI_SIZE", "PMIX_RANK"} & environ.keys() else ""
 
 
-def job(environ: Mapping[str, str] | None = None) -> str | None:
+def job(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the job that `PHALANX_JOB` names, or `NO_JOB`; None if it is unset or empty.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
 
     Raises:
         ValueError: The value is not the name of a job.
     """
-    text = (os.environ if environ is None else environ).get("PHALANX_JOB", "")
+    text = environ.get("PHALANX_JOB", "")
     if not text or text == NO_JOB or JOB_NAME.fullmatch(text):
         return text or None
     raise ValueError(
@@ -392,16 +332,12 @@ def job(environ: Mapping[str, str] | None = None) -> str | None:
     )
 
 
-def jobs_directory(environ: Mapping[str, str] | None = None) -> str:
+def jobs_directory(environ: Mapping[str, str] = os.environ) -> str:
     """Return the absolute path of the directory of all jobs' directories, which may not exist.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
 
     Raises:
         ValueError: `PHALANX_JOBS_DIR` is not an absolute path.
     """
-    environ = os.environ if environ is None else environ
     configured = environ.get("PHALANX_JOBS_DIR", "")
     if configured and not os.path.isabs(configured):
         raise ValueError(
@@ -414,11 +350,8 @@ def jobs_directory(environ: Mapping[str, str] | None = None) -> str:
     return configured.rstrip("/") or os.path.join(temporary, f"phalanx-{os.geteuid()}")
 
 
-def jobs_kept(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
+def jobs_kept(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """Return the number of ended jobs to keep, and the bytes that they may take together.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
 
     Raises:
         ValueError: One of the two variables is not an integer, or is negative.
@@ -448,38 +381,28 @@ def backend_names(text: str, source: str) -> tuple[str, ...]:
     return names
 
 
-def replaced_backends(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+def replaced_backends(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Return the backends that `PHALANX_REPLACE` names; none if it is unset or empty.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
 
     Raises:
         ValueError: It names a backend that cannot be replaced.
     """
-    text = (os.environ if environ is None else environ).get("PHALANX_REPLACE", "")
+    text = environ.get("PHALANX_REPLACE", "")
     return backend_names(text, "PHALANX_REPLACE in the environment") if text.strip() else ()
 
 
-def tunnel_host(environ: Mapping[str, str] | None = None) -> str:
-    """Return the host that `PHALANX_TUNNEL_HOST` names; empty if it is unset.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
-    """
-    return (os.environ if environ is None else environ).get("PHALANX_TUNNEL_HOST", "")
+def tunnel_host() -> str:
+    """Return the host that `PHALANX_TUNNEL_HOST` names; empty if it is unset."""
+    return os.environ.get("PHALANX_TUNNEL_HOST", "")
 
 
-def relay(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
+def relay() -> tuple[str, str]:
     """Return "listen" or "connect", and a socket's path, of `PHALANX_RELAY`; empty if it is unset.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
 
     Raises:
         ValueError: The value has another form.
     """
-    text = (os.environ if environ is None else environ).get("PHALANX_RELAY", "")
+    text = os.environ.get("PHALANX_RELAY", "")
     mode, _, path = text.partition(":")
     if text and (mode not in ("listen", "connect") or not path):
         raise ValueError(
@@ -489,16 +412,13 @@ def relay(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
     return mode, path
 
 
-def advertised_address(environ: Mapping[str, str] | None = None) -> tuple[str, int]:
+def advertised_address() -> tuple[str, int]:
     """Return host and port of `PHALANX_ADVERTISE_ADDR`; without them, an empty host and port 0.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
 
     Raises:
         ValueError: The value is neither HOST nor HOST:PORT.
     """
-    text = (os.environ if environ is None else environ).get("PHALANX_ADVERTISE_ADDR", "").strip()
+    text = os.environ.get("PHALANX_ADVERTISE_ADDR", "").strip()
     match = _ADDRESS.fullmatch(text)
     port = int(match["port"] or 0) if match else 0
     if text and (not match or port > 65535 or match["port"] == "0"):
@@ -509,42 +429,26 @@ def advertised_address(environ: Mapping[str, str] | None = None) -> tuple[str, i
     return (match["six"] or match["host"], port) if text and match else ("", 0)
 
 
-def key(environ: Mapping[str, str] | None = None) -> tuple[int | None, str]:
+def key() -> tuple[int | None, str]:
     """Return the inherited descriptor of the job's key, or None, and the path of its key file.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
 
     Raises:
         ValueError: `PHALANX_KEY_FD` is not a descriptor.
     """
-    environ = os.environ if environ is None else environ
-    descriptor = integer("PHALANX_KEY_FD", minimum=0, environ=environ)
-    return descriptor, environ.get("PHALANX_KEY_FILE", "")
+    descriptor = integer("PHALANX_KEY_FD", minimum=0)
+    return descriptor, os.environ.get("PHALANX_KEY_FILE", "")
 
 
-def host_id(environ: Mapping[str, str] | None = None) -> str:
-    """Return the host that `PHALANX_HOST_ID` names; empty if it is unset.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
-    """
-    return (os.environ if environ is None else environ).get("PHALANX_HOST_ID", "")
+def host_id() -> str:
+    """Return the host that `PHALANX_HOST_ID` names; empty if it is unset."""
+    return os.environ.get("PHALANX_HOST_ID", "")
 
 
-def transport(environ: Mapping[str, str] | None = None) -> str:
-    """Return the transport that `PHALANX_TRANSPORT` names, in lower case; empty if it is unset.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
-    """
-    return (os.environ if environ is None else environ).get("PHALANX_TRANSPORT", "").strip().lower()
+def transport() -> str:
+    """Return the transport that `PHALANX_TRANSPORT` names, in lower case; empty if it is unset."""
+    return os.environ.get("PHALANX_TRANSPORT", "").strip().lower()
 
 
-def interface(environ: Mapping[str, str] | None = None) -> str:
-    """Return the interface or address that `PHALANX_INTERFACE` names; empty if it is unset.
-
-    Args:
-        environ: The environment to read; default `os.environ`.
-    """
-    return (os.environ if environ is None else environ).get("PHALANX_INTERFACE", "").strip()
+def interface() -> str:
+    """Return the interface or address that `PHALANX_INTERFACE` names; empty if it is unset."""
+    return os.environ.get("PHALANX_INTERFACE", "").strip()

@@ -16,8 +16,8 @@ import traceback
 import torch.distributed as dist
 
 from phalanx import transports
+from phalanx.address import local_address
 from phalanx.env import tunnel_host
-from phalanx.topology import local_address
 from tests.hosts import test_transports as suite
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -401,7 +401,7 @@ def test_invalid_arguments_start_no_process(call, message, monkeypatch):
         call()
 
 
-def test_package_and_function_share_a_name():
+def test_imports_of_the_launcher_keep_the_function():
     before = phalanx.launch
     agent = importlib.import_module("phalanx.launcher.elastic_agent")
     assert phalanx.launch is before

@@ -170,10 +170,10 @@ def test_user_timeout_of_all_services_but_the_relay(
         limits = {}
         for service in ("join", "store", "relay"):
             client._hello["number"] = 7  # as if it were another host
-            _, writer = client._connections.call(client._open_service(service))
+            _, writer = client._call(client._open_service(service))
             connection = writer.get_extra_info("socket")
             limits[service] = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-            client._connections.call(client._close_membership(writer))
+            client._loop.call_soon_threadsafe(writer.close)
     assert limits == {"join": 30_000, "store": 30_000, "relay": 0}
 
 

@@ -7,9 +7,10 @@ import socket
 import pytest
 import torch.distributed as dist
 
+from phalanx.address import local_address
 from phalanx.errors import UsageError
 from phalanx.system.host_identity import MemoryProbe
-from phalanx.topology import RankRecord, local_address, own_address
+from phalanx.topology import RankRecord, own_address
 
 
 @pytest.fixture

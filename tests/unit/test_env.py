@@ -47,15 +47,13 @@ def test_malformed_ranks(name, value, message):
 
 
 def test_every_variable_of_phalanx_is_documented(repository):
-    documented = {variable.name for variable in env.VARIABLES}
     pattern = re.compile(
         r"(?:environ(?:\.get|\.setdefault|\.pop)?[\[(]|getenv\()\s*[\"'](PHALANX_\w+)"
     )
     sources = [*(repository / "src").rglob("*.py"), *(repository / "native").rglob("*.cpp")]
     read = {name for path in sources for name in pattern.findall(path.read_text())}
-    assert read <= documented
-    assert all(len(variable.doc) > 40 for variable in env.VARIABLES)
-    assert len(documented) == len(env.VARIABLES)
+    assert read <= env.VARIABLES.keys()
+    assert all(len(text) > 40 for text in env.VARIABLES.values())
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

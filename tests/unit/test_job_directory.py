@@ -317,7 +317,7 @@ def test_valid_variables() -> None:
 
 
 def test_the_documentation_of_the_variables_has_the_same_defaults() -> None:
-    docs = {variable.name: variable.doc for variable in env.VARIABLES}
+    docs = env.VARIABLES
     count, size = env.jobs_kept({})
     assert re.search(rf"Unset: {count}\.", docs["PHALANX_JOBS_KEPT"])
     assert re.search(rf"Unset: {size // 2**20}\.", docs["PHALANX_JOBS_KEPT_MIB"])

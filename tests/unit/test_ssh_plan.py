@@ -64,8 +64,7 @@ def test_invalid_hosts(text: str, message: str) -> None:
 
 
 def make_test_plan(hosts: str = "a:1,b:1", options: tuple[str, ...] = (), **given: object) -> Plan:
-    extra = {name: given.pop(name) for name in ("export", "ssh", "python") if name in given}
-    return make_plan(hosts, given, options, ["script.py"], **extra)  # type: ignore[arg-type]
+    return make_plan({"hosts": hosts, **given}, options, ["script.py"])
 
 
 def test_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,7 +233,7 @@ def command(
     if not context.args:
         raise UsageError("no script: expected `phalanx run [OPTIONS] SCRIPT [ARGS]...`")
     if hosts is not None:
-        _run_on_hosts(context, hosts, options)
+        _run_on_hosts(context, options)
 
     from phalanx.launcher.elastic_agent import run
 
@@ -247,21 +247,11 @@ def command(
     raise typer.Exit(outcome.code)
 
 
-def _run_on_hosts(context: typer.Context, hosts: str, options: list[str]) -> NoReturn:
+def _run_on_hosts(context: typer.Context, options: list[str]) -> NoReturn:
     from phalanx.launcher.ssh.job import run_on_hosts
     from phalanx.launcher.ssh.plan import make_plan
 
-    params = context.params
-    plan = make_plan(
-        hosts,
-        params,
-        options,
-        context.args,
-        export=params["export"] or (),
-        ssh=params["ssh"],
-        python=params["remote_python"],
-    )
-    outcome = run_on_hosts(plan)
+    outcome = run_on_hosts(make_plan(context.params, options, context.args))
     if outcome.report:
         sys.stderr.write(f"phalanx run: {outcome.report}\n{outcome.explanation}")
     raise typer.Exit(outcome.code)

@@ -30,10 +30,9 @@ def check() -> list[Finding]:
     found = [*_malformed(), *_choices(), *_unknown()]
     if found:
         return found
-    known = [variable.name for variable in env.VARIABLES]
     used = {
         name: os.environ[name]
-        for name in known
+        for name in env.VARIABLES
         if name.startswith("PHALANX_") and name in os.environ
     }
     message = ", ".join(f"{name}={value}" for name, value in used.items())
@@ -77,11 +76,10 @@ def _choices() -> list[Finding]:
 
 
 def _unknown() -> list[Finding]:
-    known = [variable.name for variable in env.VARIABLES]
     found = []
     for name in sorted(os.environ):
-        matches = difflib.get_close_matches(name, known, 1, 0.85)
-        if name.startswith("PHALANX_") and name not in known and matches:
+        matches = difflib.get_close_matches(name, env.VARIABLES, 1, 0.85)
+        if name.startswith("PHALANX_") and name not in env.VARIABLES and matches:
             found.append(
                 _finding.note(name, f"{name} is set, but unknown", f"Did you mean {matches[0]}?")
             )

@@ -15,33 +15,5 @@
   of ranks that `mpirun` or `srun` has started. `store` hosts the ranks' store, connects to it and
   reports on it.
 
-The package is also callable: `phalanx.launch(fn, 2)` calls `phalanx.launcher.launch.launch`. It
-imports neither torch nor the backend. See docs/design/launch.md for the reasons.
+The package imports neither torch nor the backend. See docs/design/launch.md for the reasons.
 """
-
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
-from typing import Any, TypeVar
-
-T = TypeVar("T")
-
-
-class _CallableModule(ModuleType):
-    def __call__(
-        self,
-        fn: Callable[..., T],
-        nprocs: int,
-        args: Sequence[Any] = (),
-        *,
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-        env: Mapping[str, str] | None = None,
-        prefix: bool = False,
-    ) -> list[T]:
-        from phalanx.launcher.launch import launch
-
-        return launch(fn, nprocs, args, kwargs=kwargs, timeout=timeout, env=env, prefix=prefix)
-
-
-sys.modules[__name__].__class__ = _CallableModule

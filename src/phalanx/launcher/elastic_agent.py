@@ -33,7 +33,6 @@ from phalanx.errors import LaunchError, UsageError
 from phalanx.launcher import rank_bootstrap
 from phalanx.launcher.failures import (
     CONSEQUENCE,
-    GRACE,
     STOPPED,
     Failure,
     RemoteFailure,
@@ -41,6 +40,7 @@ from phalanx.launcher.failures import (
     find_root_cause,
     format_report,
     is_remote_cause,
+    may_have_unknown_cause,
 )
 from phalanx.launcher.host_resources import check_host
 from phalanx.launcher.job_coordinator import AbsentHostError, Agreement, JobCoordinator, agree
@@ -106,18 +106,21 @@ def run(argv: Sequence[str]) -> HostOutcome:
 
 def _run(job: Job) -> HostOutcome:
     check_host(job.config.nproc_per_node)
-    os.environ.update(rank_defaults(job.config.nproc_per_node, os.environ))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = job.config.signals_to_handle
     hosts = job.config.max_nodes
     with LauncherLogWriter(job.config.nproc_per_node * hosts, hosts=hosts) as launcher_log:
-        os.environ.update(launcher_log.environment())
-        forwarder = OutputForwarder()
         with (
-            _run_forwarder(forwarder),
+            _run_forwarder() as forwarder,
             _open_key(job.key) as key,
-            _join_rendezvous(job) as rendezvous,
+            open_rendezvous(job, lambda text: _print(f"phalanx run: {text}")) as rendezvous,
         ):
-            os.environ.update(rendezvous.environment)
+            os.environ.update(
+                {
+                    **rank_defaults(job.config.nproc_per_node, os.environ),
+                    **launcher_log.environment(),
+                    **rendezvous.environment,
+                }
+            )
             outcome = _run_agent(job, rendezvous, forwarder, launcher_log, key)
             forwarder.wait_for_exits(_EXIT_SECONDS)
         is_kept = launcher_log.finish(outcome.code)
@@ -151,8 +154,8 @@ def _restore_signal_handlers(names: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _run_forwarder(forwarder: OutputForwarder) -> Iterator[None]:
-    done = threading.Event()
+def _run_forwarder() -> Iterator[OutputForwarder]:
+    forwarder, done = OutputForwarder(), threading.Event()
 
     def forward() -> None:
         while not done.is_set():
@@ -161,7 +164,7 @@ def _run_forwarder(forwarder: OutputForwarder) -> Iterator[None]:
     thread = threading.Thread(target=forward, name="phalanx-output", daemon=True)
     thread.start()
     try:
-        yield
+        yield forwarder
     finally:
         done.set()
         thread.join()
@@ -177,10 +180,6 @@ def _open_key(key: bytes | None) -> Iterator[int]:
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-
-
-def _join_rendezvous(job: Job) -> contextlib.AbstractContextManager[HostRendezvous]:
-    return open_rendezvous(job, lambda text: _print(f"phalanx run: {text}"))
 
 
 class _Agent(LocalElasticAgent):
@@ -358,9 +357,8 @@ class _Agent(LocalElasticAgent):
 
     def _may_have_unknown_cause(self, group: WorkerGroup, failures: Sequence[Failure]) -> bool:
         """Return whether the failures here may have a cause, on any host, that is not known yet."""
-        cause = find_root_cause(failures)
         others = self.coordinator or len(self._forwarder.exits()) < group.spec.local_world_size
-        return bool(cause.distance and others and time.monotonic() < cause.time + GRACE)
+        return bool(others and may_have_unknown_cause(failures))
 
     def _failures_so_far(self, worker_group: WorkerGroup) -> list[Failure]:
         return [
@@ -370,11 +368,7 @@ class _Agent(LocalElasticAgent):
         ]
 
     def _all_failures(self, worker_group: WorkerGroup, result: RunResult) -> list[Failure]:
-        deadline = time.monotonic() + 1
-        while (
-            len(self._forwarder.exits()) < len(worker_group.workers) and time.monotonic() < deadline
-        ):
-            self._forwarder.step(_POLL_SECONDS)
+        self._forwarder.wait_for_exits(_EXIT_SECONDS)
         return [
             self._failure(worker_group, failure.local_rank, failure.pid, failure.exitcode)
             for failure in result.failures.values()
@@ -540,13 +534,8 @@ def _make_outcome(
     failures: Sequence[Failure], remote_failure: RemoteFailure | None, code: int
 ) -> HostOutcome:
     if remote_failure is not None and is_remote_cause(failures, remote_failure):
-        return HostOutcome(
-            remote_failure.code,
-            "",
-            format_report(failures, remote_failure),
-            CONSEQUENCE,
-            is_remote=True,
-        )
+        report = format_report(failures, remote_failure)
+        return HostOutcome(remote_failure.code, "", report, CONSEQUENCE, is_remote=True)
     if not failures:  # failed without a failed rank: one is stuck in the kernel
         return HostOutcome(code, "")
     cause = find_root_cause(failures)

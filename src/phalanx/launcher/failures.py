@@ -1,4 +1,4 @@
-"""Failures of ranks: the first real error among several, and the launcher's report on it.
+"""Failures of ranks and hosts: the first real error among several, and the report on it.
 
 When one rank fails, the others fail too: they lose a peer, a connection is reset, or the launcher
 stops them. A report that begins with such a consequence misleads its reader.
@@ -6,9 +6,10 @@ stops them. A report that begins with such a consequence misleads its reader.
 
 import re
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from phalanx.system.signals import signal_name
 
@@ -17,11 +18,14 @@ __all__ = [
     "GRACE",
     "STOPPED",
     "Failure",
+    "HostFailure",
     "RemoteFailure",
     "excerpt",
     "find_root_cause",
+    "format_consequences",
     "format_report",
     "is_remote_cause",
+    "may_have_unknown_cause",
 ]
 
 GRACE = 3.0
@@ -92,6 +96,16 @@ class Failure:
         """A line with the rank, its pid and the reason of its exit."""
         return f"rank {self.rank} (pid {self.pid}) {_describe_exit(self.code)}"
 
+    @property
+    def name(self) -> str:
+        """The rank, for a list of ranks."""
+        return str(self.rank)
+
+    @property
+    def summary(self) -> str:
+        """The headline and the last line of the text."""
+        return f"{self.headline}: {''.join(self.text.splitlines()[-1:])}"
+
 
 class RemoteFailure(NamedTuple):
     """A failure of the job on another host.
@@ -109,9 +123,30 @@ class RemoteFailure(NamedTuple):
     """True if the host has left on purpose, which is no failure."""
 
 
-def find_root_cause(failures: Sequence[Failure]) -> Failure:
+class HostFailure(NamedTuple):
+    """The failure of one of the hosts that a launcher has started; attributes as in `Failure`."""
+
+    rank: int
+    """The index of the host."""
+    name: str
+    time: float
+    distance: int
+    stopped: bool
+    summary: str
+
+
+F = TypeVar("F", Failure, HostFailure)
+
+
+def find_root_cause(failures: Sequence[F]) -> F:
     """Return the failure with the least distance, then the earliest time, then the lowest rank."""
     return min(failures, key=lambda failure: (failure.distance, failure.time, failure.rank))
+
+
+def may_have_unknown_cause(failures: Sequence[F]) -> bool:
+    """Return whether all failures are consequences, and their cause still has time to show."""
+    cause = find_root_cause(failures)
+    return cause.distance > 0 and time.monotonic() < cause.time + GRACE
 
 
 def excerpt(text: str, lines: int = 40) -> str:
@@ -147,18 +182,26 @@ def format_report(failures: Sequence[Failure], remote_failure: RemoteFailure | N
         remote_failure: The failure of another host; None if none is known.
     """
     cause = None if is_remote_cause(failures, remote_failure) else find_root_cause(failures)
-    others = sorted((f for f in failures if f is not cause), key=lambda failure: failure.rank)
     lines = [cause.headline if cause else remote_failure.text if remote_failure else ""]
     if cause and cause.text:
         lines[0] += "; the end of its stderr:"
         lines += [f"    | {line}" for line in cause.text.splitlines()]
-    for failure in others:
-        if not failure.stopped:
-            last = "".join(failure.text.splitlines()[-1:])
-            lines.append(f"  after it, {failure.headline}: {last}"[:200])
-    if stopped := [str(failure.rank) for failure in others if failure.stopped]:
-        lines.append(f"  stopped because of it: rank {', '.join(stopped)}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *format_consequences(cause, failures, "rank ")])
+
+
+def format_consequences(cause: F | None, failures: Sequence[F], kind: str = "") -> list[str]:
+    """Return the lines of a report about the failures that followed the cause.
+
+    Args:
+        cause: The root cause, which is left out; None if it is on another host.
+        failures: All failures.
+        kind: The text before the names of those that the launcher has stopped.
+    """
+    others = sorted((f for f in failures if f is not cause), key=lambda failure: failure.rank)
+    lines = [f"  after it, {other.summary}"[:200] for other in others if not other.stopped]
+    if stopped := [other.name for other in others if other.stopped]:
+        lines.append(f"  stopped because of it: {kind}{', '.join(stopped)}")
+    return lines
 
 
 def _describe_exit(code: int) -> str:

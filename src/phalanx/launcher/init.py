@@ -1,5 +1,6 @@
 """`phalanx.init`: find the rank of this process, select its device and form the group."""
 
+import contextlib
 import importlib
 import os
 from dataclasses import dataclass, field
@@ -167,9 +168,8 @@ def _find_assignment(timeout: timedelta | None) -> RankAssignment | None:
             from phalanx.launcher.slurm import SlurmStep
 
             assignment = SlurmStep.from_environment().assignment
-            return (
-                assignment if assignment.world_size > 1 else None
-            )  # one task, e.g. a shell, needs no network
+            # One task, such as a shell, needs no network.
+            return assignment if assignment.world_size > 1 else None
         return assigned_ranks()
     except ValueError as error:
         raise UsageError(str(error)) from None
@@ -213,12 +213,9 @@ def _form_group(
         store = dist.HashStore()  # type: ignore[attr-defined] # exported at run time
         dist.init_process_group(backend, store=store, rank=0, world_size=1, **options)
         return
-    method = f"{_launcher() or 'env'}://"
-    if method != "env://":
-        dist.init_process_group(backend, init_method=method, **options)
-        return
-    with report_slow_store(assignment.rank):
-        dist.init_process_group(backend, init_method=method, **options)
+    launcher = _launcher()
+    with contextlib.nullcontext() if launcher else report_slow_store(assignment.rank):
+        dist.init_process_group(backend, init_method=f"{launcher or 'env'}://", **options)
 
 
 def _parse_timeout(timeout: object) -> timedelta | None:

@@ -58,7 +58,7 @@ def next_attempt(store: Any) -> int:
 
 def end_reason(store: Any) -> str:
     """Return why the job cannot continue, with or without restarts; empty if it can."""
-    return str(json.loads(store.get(_END))["text"]) if store.check([_END]) else ""
+    return _decode(store.get(_END))[1].text if store.check([_END]) else ""
 
 
 class Agreement(NamedTuple):
@@ -111,12 +111,8 @@ def agree(
             _decide(store, json.dumps([max(starts), max(failures), names]))
         elif time.monotonic() > end:
             missing = [each for each, key in enumerate(proposals) if not store.check([key])]
-            _decide(
-                store,
-                json.dumps(
-                    f"{_format_hosts(missing)} of {count} did not take part, although counted"
-                ),
-            )
+            reason = f"{_format_hosts(missing)} of {count} did not take part, although counted"
+            _decide(store, json.dumps(reason))
         time.sleep(_AGREE_POLL_SECONDS)
     agreement = json.loads(store.get(_AGREED))
     if isinstance(agreement, str):
@@ -191,12 +187,14 @@ def _are_hosts_present(store: Any, attempt: int, number: int, missing: list[int]
     return not missing
 
 
-def _encode_failure(
-    name: str, text: str, code: int, *, is_final: bool = False, has_left: bool = False
-) -> str:
-    return json.dumps(
-        {"name": name, "text": text, "code": code, "is_final": is_final, "has_left": has_left}
-    )
+def _encode(name: str, failure: RemoteFailure) -> str:
+    """Return a failure, reported by the host with a unique name, as a value for the store."""
+    return json.dumps([name, *failure])
+
+
+def _decode(value: bytes) -> tuple[str, RemoteFailure]:
+    name, *failure = json.loads(value)
+    return name, RemoteFailure(*failure)
 
 
 def _key(attempt: int, name: str) -> str:
@@ -289,17 +287,14 @@ class JobCoordinator:
             is_final: True if the job cannot continue without this host.
             has_left: True if this host leaves on purpose, which is no failure.
         """
-        description = f"on {socket.gethostname()}: {text}"
-        report = _encode_failure(
-            self._name, description, code, is_final=is_final, has_left=has_left
-        )
-        attempt = self._attempt
+        failure = RemoteFailure(f"on {socket.gethostname()}: {text}", code, is_final, has_left)
+        attempt, report = self._attempt, _encode(self._name, failure)
         if is_final:
-            self._final_report = report
+            self._final_report, published = report, self._final_published
         else:
-            attempt.report = report
+            attempt.report, published = report, attempt.published
         self._wake.set()
-        (self._final_published if is_final else attempt.published).wait(_REPORT_SECONDS)
+        published.wait(_REPORT_SECONDS)
 
     def report_lost_host(self, name: str, hostname: str) -> None:
         """Report the loss of a host to all hosts, unless its ranks have ended.
@@ -392,16 +387,13 @@ class JobCoordinator:
             attempt.lost_hosts.remove(each)
             _, name, hostname = each
             if not attempt.report and not self._store.check([attempt.key(f"ended/{name}")]):
-                attempt.report = _encode_failure(
-                    name, f"lost the launcher on {hostname}, or the connection to it", 1
-                )
+                text = f"lost the launcher on {hostname}, or the connection to it"
+                attempt.report = _encode(name, RemoteFailure(text, 1))
 
     def _read_failure(self, key: str) -> RemoteFailure | None:
         """Return the report stored at `key`; None if it is this host's own."""
-        report = json.loads(self._store.get(key))
-        if report["name"] == self._name:
-            return None
-        return RemoteFailure(report["text"], report["code"], report["is_final"], report["has_left"])
+        name, failure = _decode(self._store.get(key))
+        return None if name == self._name else failure
 
     def _handle_lost_store(self, attempt: _Attempt) -> None:
         """Handle the loss of the store: its host keeps it until all ranks have ended."""

@@ -23,7 +23,12 @@ from typing import IO, Any, NoReturn, TypeVar
 import cloudpickle
 
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launcher.failures import GRACE, Failure, excerpt, find_root_cause
+from phalanx.launcher.failures import (
+    Failure,
+    excerpt,
+    find_root_cause,
+    may_have_unknown_cause,
+)
 from phalanx.launcher.host_resources import check_host
 from phalanx.launcher.output_forwarder import Exit, OutputForwarder, Sink
 from phalanx.launcher.rank_environment import rank_defaults, rank_variables
@@ -364,11 +369,9 @@ class RankProcesses:
             False if the deadline came first.
         """
         while len(self._forwarder.exits()) < len(self._ranks):
+            if (failures := self._failures()) and not may_have_unknown_cause(failures):
+                return True
             now = time.monotonic()
-            if failures := self._failures():
-                cause = find_root_cause(failures)
-                if cause.distance == 0 or now > cause.time + GRACE:
-                    return True
             if deadline is not None and now >= deadline:
                 return False
             self._forwarder.step(

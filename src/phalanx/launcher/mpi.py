@@ -6,7 +6,6 @@ transport the group's data: `mpi://` selects the rendezvous, `PHALANX_TRANSPORT=
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from datetime import timedelta
@@ -14,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import default_pg_timeout
 
-from phalanx import env, topology
+from phalanx import env
+from phalanx.address import interface_address, is_loopback, resolve
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.launcher.store import (
     HOST,
@@ -27,7 +27,7 @@ from phalanx.transports import TransportError
 from phalanx.transports.mpi import MAX_EAGER_BYTES, MpiProgressThread, get_progress_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
 __all__ = ["assigned_ranks", "local_rank_and_size", "rendezvous_handler"]
 
@@ -91,9 +91,7 @@ def assigned_ranks(seconds: float) -> env.RankAssignment:
     return env.RankAssignment(world.rank, world.size, *local_rank_and_size(world.rank, world.size))
 
 
-def local_rank_and_size(
-    rank: int, world_size: int, environ: Mapping[str, str] | None = None
-) -> tuple[int, int]:
+def local_rank_and_size(rank: int, world_size: int) -> tuple[int, int]:
     """Return the local rank and the number of ranks on this host.
 
     Both come from the variables of `mpirun`. If they are missing, all ranks are assumed to be on
@@ -102,15 +100,14 @@ def local_rank_and_size(
     Args:
         rank: The rank of this process.
         world_size: The number of ranks.
-        environ: The environment to read; by default `os.environ`.
 
     Raises:
         ValueError: A variable is not an integer or is out of range.
     """
     for rank_variable, size_variable in _LOCAL_VARIABLES:
-        size = env.integer(size_variable, minimum=1, maximum=world_size, environ=environ)
+        size = env.integer(size_variable, minimum=1, maximum=world_size)
         if size is not None:
-            local = env.integer(rank_variable, minimum=0, maximum=size - 1, environ=environ)
+            local = env.integer(rank_variable, minimum=0, maximum=size - 1)
             if local is not None:
                 return local, size
     return rank, world_size
@@ -146,17 +143,13 @@ def _rank_0_address(size: int) -> str:
     This is the address of the loopback interface if all ranks are on this host.
     """
     if interface := env.interface():
-        return topology.interface_address(interface)
+        return interface_address(interface)
     if local_rank_and_size(0, size)[1] == size and env.mpi_launcher() != "MPI":
         return HOST
     name = socket.gethostname()
-    try:
-        addresses = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        addresses = []
-    for _, _, _, _, sockaddr in addresses:
-        if not ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]).is_loopback:
-            return str(sockaddr[0])
+    addresses = resolve(name)
+    if addresses and not is_loopback(addresses[0]):
+        return addresses[0]
     raise UsageError(
         f"the name of this machine, {name}, does not resolve to an address that other machines can "
         "reach: set PHALANX_INTERFACE to one of its interfaces or addresses"

@@ -18,6 +18,7 @@ from typing import NoReturn
 import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.utils import (
     _matches_machine_hostname,
     parse_rendezvous_endpoint,
@@ -28,7 +29,7 @@ from phalanx import env
 from phalanx import key as keys
 from phalanx.errors import UsageError
 from phalanx.launcher.host_resources import usable_cores
-from phalanx.launcher.ssh.plan import HOST_OPTIONS
+from phalanx.launcher.ssh.plan import HOST_OPTIONS, STOP_TIMEOUT
 from phalanx.torch_versions import shutdown_timeout
 
 __all__ = [
@@ -38,12 +39,10 @@ __all__ = [
     "presence_timeout",
     "read_timeout",
     "rendezvous_address",
+    "rendezvous_parameters",
     "rendezvous_timeout",
     "uses_phalanx_store",
 ]
-
-STOP_TIMEOUT = 10
-"""The default seconds between SIGTERM and SIGKILL; --shutdown-timeout overrides it."""
 
 _RENDEZVOUS_TIMEOUT = 600
 """The default of `--rdzv-conf timeout=`: the seconds that hosts wait for each other."""
@@ -52,10 +51,6 @@ _DEFAULT_PORTS = {"static": 29500, "c10d": 29400}
 _READ_SECONDS = 60
 _PRESENCE_SECONDS = 20
 _MAX_INTEGER = 1_000_000
-_BOOLEANS = {
-    **dict.fromkeys(("1", "true", "t", "yes", "y"), True),
-    **dict.fromkeys(("0", "false", "f", "no", "n"), False),
-}
 
 
 @dataclass(frozen=True)
@@ -113,7 +108,8 @@ def parse(argv: Sequence[str]) -> Job:
     args.simulate_hosts = _parse_simulated_hosts(
         args.simulate_hosts, int(args.nproc_per_node), nnodes
     )
-    if args.standalone or (_lacks_endpoint(args) and nnodes == 1):
+    has_endpoint = args.rdzv_backend != "static" or args.rdzv_endpoint or args.master_port
+    if args.standalone or (nnodes == 1 and not has_endpoint):
         args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
         args.rdzv_id = uuid.uuid4().hex
         args.local_addr = args.local_addr or "127.0.0.1"
@@ -187,15 +183,29 @@ def is_store_host(config: LaunchConfig, host: str) -> tuple[bool, bool]:
     """
     if config.rdzv_backend == "static":
         return config.rdzv_configs.get("rank") == 0, True
-    value = config.rdzv_configs.get("is_host")
-    if value is None:
-        return bool(host) and _matches_machine_hostname(host), False
-    if str(value).lower() not in _BOOLEANS:
+    try:
+        is_host = rendezvous_parameters(config).get_as_bool("is_host")
+    except ValueError:
         raise UsageError(
-            f"--rdzv-conf is_host={value}: expected true on the host of the rendezvous, false on "
-            "the others"
-        )
-    return _BOOLEANS[str(value).lower()], True
+            f"--rdzv-conf is_host={config.rdzv_configs['is_host']}: expected true on the host of "
+            "the rendezvous, false on the others"
+        ) from None
+    if is_host is None:
+        return bool(host) and _matches_machine_hostname(host), False
+    return is_host, True
+
+
+def rendezvous_parameters(config: LaunchConfig) -> RendezvousParameters:
+    """Return the parameters of PyTorch's rendezvous."""
+    return RendezvousParameters(
+        backend=config.rdzv_backend,
+        endpoint=config.rdzv_endpoint,
+        run_id=config.run_id,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **config.rdzv_configs,
+    )
 
 
 def _make_job(args: Namespace, key: bytes | None) -> Job:
@@ -316,9 +326,6 @@ def _exec_as_rank(args: Namespace, other: str) -> NoReturn:
     """Replace this process by the script, as a rank of another launcher, if `--replace` is given.
 
     Otherwise each `phalanx run` would start all ranks.
-
-    Raises:
-        UsageError: `--replace` is not given, or `--simulate-hosts` is.
     """
     if args.replace is None or args.simulate_hosts is not None:
         raise UsageError(
@@ -329,10 +336,6 @@ def _exec_as_rank(args: Namespace, other: str) -> NoReturn:
     program = [] if args.no_python else [sys.executable, *(["-m"] if args.module else [])]
     program += [args.training_script, *args.training_script_args]
     os.execvp(program[0], program)
-
-
-def _lacks_endpoint(args: Namespace) -> bool:
-    return args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
 
 
 def _check_port(args: Namespace) -> None:
@@ -360,11 +363,7 @@ def _check_script(args: Namespace) -> None:
 
 
 def _check_rendezvous(config: LaunchConfig) -> None:
-    """Check the options of the rendezvous.
-
-    Raises:
-        UsageError: An option is invalid; the message names the value and what was expected.
-    """
+    """Raise `UsageError` if an option of the rendezvous is invalid."""
     if uses_phalanx_store(config):
         rendezvous_address(config)
         is_store_host(config, "")

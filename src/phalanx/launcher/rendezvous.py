@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import os
 import socket
 import threading
@@ -20,7 +19,7 @@ import uuid
 from datetime import timedelta
 from functools import partial
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,14 +28,16 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from phalanx import topology
+from phalanx.address import is_loopback, local_address
 from phalanx.errors import UsageError
 from phalanx.launcher.job_coordinator import end_reason, next_attempt, wait_for_hosts
 from phalanx.launcher.options import (
@@ -44,10 +45,11 @@ from phalanx.launcher.options import (
     is_store_host,
     read_timeout,
     rendezvous_address,
+    rendezvous_parameters,
     rendezvous_timeout,
     uses_phalanx_store,
 )
-from phalanx.launcher.store import HOST, AttemptStores, host_store
+from phalanx.launcher.store import HOST, AttemptStores, host_store, join_store
 from phalanx.launcher.tunnel import TunnelClient, TunnelServer
 
 if TYPE_CHECKING:
@@ -79,14 +81,15 @@ class HostRendezvous:
         handler: RendezvousHandler,
         environment: dict[str, str],
         rank_store_port: Callable[[int], int] | None = None,
-        access: _StoreAccess | None = None,
+        store: Any = None,
+        tunnel_server: TunnelServer | None = None,
     ) -> None:
         self.handler = handler
         self.environment = environment
         self.name = _NAME
-        self.store = access.store if access else None
-        self.has_store = access is not None and access.tunnel_server is not None
-        self._tunnel_server = access.tunnel_server if access else None
+        self.store = store
+        self.has_store = tunnel_server is not None
+        self._tunnel_server = tunnel_server
         self._rank_store_port = rank_store_port
 
     def rank_store_address(self, attempt: int) -> tuple[str, int] | None:
@@ -120,59 +123,46 @@ def open_rendezvous(job: Job, notify: Callable[[str], None]) -> Iterator[HostRen
     config = job.config
     if not uses_phalanx_store(config):
         yield HostRendezvous(_make_torch_handler(config), _NO_TUNNEL)
-    elif config.max_nodes == 1:
-        port = rendezvous_address(config)[1]
-        rank_store_port = partial(_local_port, AttemptStores(port), port)
-        yield HostRendezvous(
-            _StaticRendezvous(config, dist.HashStore()),  # type: ignore[attr-defined]
-            _NO_TUNNEL,
-            rank_store_port,
+        return
+    host, port = rendezvous_address(config)
+    handler: RendezvousHandler
+    if config.max_nodes == 1:
+        handler = _StaticRendezvous(config, dist.HashStore(), notify)  # type: ignore[attr-defined]
+        yield HostRendezvous(handler, _NO_TUNNEL, partial(_local_port, AttemptStores(port), port))
+        return
+    if job.key is None:
+        notify(
+            "this job has no key, so anyone who can reach its rendezvous can join it; "
+            "`phalanx key PATH` creates one for --key-file on all hosts"
         )
-    else:
-        if job.key is None:
-            notify(
-                "this job has no key, so anyone who can reach its rendezvous can join it; "
-                "`phalanx key PATH` creates one for --key-file on all hosts"
-            )
-        access = _open_tunnel_server(job, notify) or _open_tunnel_client(job, notify)
-        try:
-            handler = _make_handler(config, access, notify)
-            yield HostRendezvous(handler, access.environment, access.rank_store_port, access)
-        finally:
-            access.close()
+    tunnel, store = _open_tunnel_server(job, notify) or _open_tunnel_client(job, notify)
+    server = tunnel if isinstance(tunnel, TunnelServer) else None
+    mode = "listen" if server else "connect"
+    environment = {"PHALANX_TUNNEL_HOST": host, "PHALANX_RELAY": f"{mode}:{tunnel.relay_socket}"}
+    try:
+        if config.rdzv_backend == "static":
+            handler = _StaticRendezvous(config, store, notify, lambda: tunnel.rejection)
+        else:
+            handler = _make_dynamic_handler(config, store, notify)
+        yield HostRendezvous(handler, environment, tunnel.rank_store_port, store, server)
+    finally:
+        tunnel.close()
 
 
-class _StoreAccess(NamedTuple):
-    """This host's access to the store of several hosts."""
-
-    store: Any
-    """The store of the launchers."""
-    rank_store_port: Callable[[int], int]
-    """A function that returns the port of the ranks' store of an attempt."""
-    environment: dict[str, str]
-    close: Callable[[], None]
-    get_rejection: Callable[[], str]
-    """A function that returns why a host that tried to join was rejected; empty if none was."""
-    tunnel_server: TunnelServer | None
-    """The tunnel server, on the host that has the store; None on the others."""
-
-
-def _open_tunnel_server(job: Job, notify: Callable[[str], None]) -> _StoreAccess | None:
-    """Open the tunnel server if this host has the store; otherwise return None."""
+def _open_tunnel_server(job: Job, notify: Callable[[str], None]) -> tuple[TunnelServer, Any] | None:
+    """Open the store and its tunnel server if this host is to have them; otherwise return None."""
     config = job.config
     host, port = rendezvous_address(config)
     is_host, is_certain = is_store_host(config, host)
     if not is_host:
         return None
-    address = topology.local_address(host)
+    address = local_address(host)
     if not address:
         raise UsageError(f"this machine has no route to {host}, the address of the rendezvous")
-    own = _make_hello(config)
     store = host_store()
+    check = partial(_find_mismatch, _make_hello(config))
     try:
-        tunnel_server = TunnelServer(
-            address, port, job.key or b"", store.port, partial(_find_mismatch, own), notify
-        )
+        tunnel = TunnelServer(address, port, job.key or b"", store.port, check, notify)
     except OSError as error:
         if error.errno == errno.EADDRINUSE and not is_certain:
             return None  # another agent on this machine has the store
@@ -180,98 +170,79 @@ def _open_tunnel_server(job: Job, notify: Callable[[str], None]) -> _StoreAccess
             f"{address}:{port} {_describe_listen_error(error)}: choose another port on all hosts, "
             "with --master-port or --rdzv-endpoint"
         ) from None
-    if ipaddress.ip_address(address).is_loopback:
+    if is_loopback(address):
         notify(f"only this machine can reach the rendezvous at {host} ({address})")
-    environment = {
-        "PHALANX_TUNNEL_HOST": host,
-        "PHALANX_RELAY": f"listen:{tunnel_server.relay_socket}",
-    }
-    rank_store_port = tunnel_server.rank_stores.port
-    return _StoreAccess(
-        store,
-        rank_store_port,
-        environment,
-        tunnel_server.close,
-        lambda: tunnel_server.rejection,
-        tunnel_server,
-    )
+    return tunnel, store
 
 
-def _open_tunnel_client(job: Job, notify: Callable[[str], None]) -> _StoreAccess:
-    """Connect to the tunnel server on the host that has the store."""
+def _open_tunnel_client(job: Job, notify: Callable[[str], None]) -> tuple[TunnelClient, Any]:
+    """Connect to the tunnel server, and through it to the store, on the host that has them."""
     config = job.config
     host, port = rendezvous_address(config)
-    topology.local_address(host)  # checks PHALANX_INTERFACE once, before each rank does
-    tunnel_client = TunnelClient(host, port, job.key or b"", _make_hello(config), notify)
+    local_address(host)  # checks PHALANX_INTERFACE once, before each rank does
+    tunnel = TunnelClient(host, port, job.key or b"", _make_hello(config), notify)
     try:
-        tunnel_client.connect(rendezvous_timeout(config))
+        tunnel.connect(rendezvous_timeout(config))
         limit = timedelta(seconds=read_timeout(config))
-        store = dist.TCPStore(HOST, tunnel_client.store_port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
+        return tunnel, join_store(HOST, tunnel.store_port, limit)
     except BaseException:
-        tunnel_client.close()
+        tunnel.close()
         raise
-    environment = {
-        "PHALANX_TUNNEL_HOST": host,
-        "PHALANX_RELAY": f"connect:{tunnel_client.relay_socket}",
-    }
-
-    def rank_store_port(attempt: int) -> int:
-        tunnel_client.attempt = attempt
-        return tunnel_client.rank_store_port
-
-    return _StoreAccess(store, rank_store_port, environment, tunnel_client.close, str, None)
 
 
-def _make_handler(
-    config: LaunchConfig, access: _StoreAccess, notify: Callable[[str], None]
+def _make_dynamic_handler(
+    config: LaunchConfig, store: Any, notify: Callable[[str], None]
 ) -> RendezvousHandler:
-    if config.rdzv_backend == "static":
-        number, seconds = int(config.rdzv_configs["rank"]), rendezvous_timeout(config)
-
-        def wait_for_others(attempt: int) -> None:
-            wait_for_hosts(
-                access.store,
-                attempt,
-                number,
-                config.max_nodes,
-                seconds,
-                notify,
-                access.get_rejection,
-            )
-
-        return _StaticRendezvous(config, access.store, wait_for_others)
-    handler = create_handler(
-        access.store, _Backend(access.store, config.run_id), _parameters(config)
+    parameters: Any = rendezvous_parameters(config)
+    names = ("join", "last_call", "close", "heartbeat")
+    seconds = [parameters.get_as_int(f"{name}_timeout") for name in names]
+    timeouts = [None if each is None else timedelta(seconds=each) for each in seconds]
+    handler: _DynamicRendezvous = _DynamicRendezvous.from_backend(
+        config.run_id,
+        store,
+        _Backend(store, config.run_id),
+        config.min_nodes,
+        config.max_nodes,
+        config.local_addr,
+        RendezvousTimeout(*timeouts),
+        parameters.get_as_int("keep_alive_interval", 5),
+        parameters.get_as_int("keep_alive_max_attempt", 3),
     )
-    # PyTorch would otherwise open another store for the ranks, to which every host can connect.
-    handler._create_tcp_store_server = lambda *_: access.store  # type: ignore[method-assign]
-    join = handler.next_rendezvous
+    notice = f"waiting for hosts at {_describe_endpoint(config)}"
+    handler.notify_of_wait = partial(notify, notice)
+    return handler
 
-    def next_rendezvous() -> RendezvousInfo:
+
+class _DynamicRendezvous(DynamicRendezvousHandler):
+    """PyTorch's rendezvous of an elastic job, with a notice for the user if it takes long.
+
+    Attributes:
+        notify_of_wait: A function that shows the notice.
+    """
+
+    notify_of_wait: Callable[[], None]
+
+    def _create_tcp_store_server(self, *_: Any) -> Any:
+        # PyTorch would open another store for the ranks, to which every host could connect.
+        return self._store
+
+    def next_rendezvous(self) -> RendezvousInfo:
         # PyTorch does not publish the information that it has kept from an earlier round, and new
         # hosts wait for it in this round.
-        handler._bootstrap_store_info = None
-        notice = threading.Timer(
-            _NOTICE_SECONDS, notify, [f"waiting for hosts at {_describe_endpoint(config)}"]
-        )
+        self._bootstrap_store_info = None
+        notice = threading.Timer(_NOTICE_SECONDS, self.notify_of_wait)
         notice.daemon = True
         notice.start()
         try:
-            return join()
+            return super().next_rendezvous()
         finally:
             notice.cancel()
 
-    count = handler.num_nodes_waiting
-
-    def num_nodes_waiting() -> int:
+    def num_nodes_waiting(self) -> int:
         try:
-            return count()
+            return super().num_nodes_waiting()
         except RendezvousClosedError:  # while ranks run, `JobCoordinator` handles it
             return 0
-
-    handler.next_rendezvous = next_rendezvous  # type: ignore[method-assign]
-    handler.num_nodes_waiting = num_nodes_waiting  # type: ignore[method-assign]
-    return handler
 
 
 def _describe_endpoint(config: LaunchConfig) -> str:
@@ -300,7 +271,7 @@ class _Backend(C10dRendezvousBackend):
 
 def _make_torch_handler(config: LaunchConfig) -> RendezvousHandler:
     try:
-        return get_rendezvous_handler(_parameters(config))
+        return get_rendezvous_handler(rendezvous_parameters(config))
     except (ImportError, KeyError, RendezvousError, ValueError) as error:
         raise UsageError(
             f"--rdzv-backend {config.rdzv_backend} at {config.rdzv_endpoint!r} is not available: "
@@ -347,18 +318,6 @@ def _describe_listen_error(error: OSError) -> str:
     return f"can't be bound ({os.strerror(error.errno or 0)})"
 
 
-def _parameters(config: LaunchConfig) -> RendezvousParameters:
-    return RendezvousParameters(
-        backend=config.rdzv_backend,
-        endpoint=config.rdzv_endpoint,
-        run_id=config.run_id,
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        local_addr=config.local_addr,
-        **config.rdzv_configs,
-    )
-
-
 def _local_port(stores: AttemptStores, requested_port: int, attempt: int) -> int:
     try:
         return stores.port(attempt)
@@ -373,11 +332,16 @@ class _StaticRendezvous(RendezvousHandler):
     """The rendezvous of hosts whose numbers are given."""
 
     def __init__(
-        self, config: LaunchConfig, store: Any, wait_for_others: Callable[[int], None] | None = None
+        self,
+        config: LaunchConfig,
+        store: Any,
+        notify: Callable[[str], None],
+        get_rejection: Callable[[], str] = lambda: "",
     ) -> None:
         self._config = config
         self._store = store
-        self._wait_for_others = wait_for_others
+        self._notify = notify
+        self._get_rejection = get_rejection
         self._attempt = -1
 
     def get_backend(self) -> str:
@@ -389,14 +353,23 @@ class _StaticRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._attempt += 1
-        if self._wait_for_others is not None:
+        rank, hosts = 0, self._config.max_nodes
+        if hosts > 1:
+            rank = int(self._config.rdzv_configs["rank"])
             # A launcher that was restarted joins a job that has made more attempts.
             self._attempt = max(self._attempt, next_attempt(self._store))
-            self._wait_for_others(self._attempt)
+            wait_for_hosts(
+                self._store,
+                self._attempt,
+                rank,
+                hosts,
+                rendezvous_timeout(self._config),
+                self._notify,
+                self._get_rejection,
+            )
         prefix = f"{self.get_run_id()}/{self._attempt}"
         store = dist.PrefixStore(prefix, self._store)  # type: ignore[attr-defined]
-        rank = int(self._config.rdzv_configs.get("rank", 0)) if self._config.max_nodes > 1 else 0
-        return RendezvousInfo(store, rank, self._config.max_nodes, RendezvousStoreInfo(HOST, 0))
+        return RendezvousInfo(store, rank, hosts, RendezvousStoreInfo(HOST, 0))
 
     def is_closed(self) -> bool:
         return False

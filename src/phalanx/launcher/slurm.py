@@ -6,17 +6,16 @@ and step IDs. `MASTER_ADDR` and `MASTER_PORT` override the address and the port 
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.distributed import default_pg_timeout
 
-from phalanx import env, topology
+from phalanx import env
+from phalanx.address import is_loopback, local_address, resolve
 from phalanx.errors import UsageError
 from phalanx.launcher.store import (
     HOST,
@@ -61,28 +60,27 @@ class SlurmStep:
     """The name of the last node, which the first one can reach; empty if there is one node."""
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> SlurmStep:
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> SlurmStep:
         """Read the variables that `srun` has set.
 
         Args:
-            environ: The environment to read; by default `os.environ`.
+            environ: The environment to read.
 
         Raises:
             ValueError: A variable is missing or malformed.
         """
-        environ = os.environ if environ is None else environ
         tasks = _require_integer(environ, "SLURM_STEP_NUM_TASKS", 1)
         rank = _require_integer(environ, "SLURM_PROCID", 0, tasks - 1)
         counts = _tasks_per_node(environ, tasks)
         node = _require_integer(environ, "SLURM_NODEID", 0, len(counts) - 1)
         local = _require_integer(environ, "SLURM_LOCALID", 0, counts[node] - 1)
-        host = HOST if len(counts) == 1 else _first_node(environ)
+        host = HOST if len(counts) == 1 else _node(environ, 0)
         return cls(
             env.RankAssignment(rank, tasks, local, counts[node]),
             environ.get("MASTER_ADDR", "").strip() or host,
             _port(environ),
             node,
-            "" if len(counts) == 1 else _last_node(environ),
+            "" if len(counts) == 1 else _node(environ, -1),
         )
 
 
@@ -145,16 +143,12 @@ def _listen_address(step: SlurmStep) -> str:
     """
     if step.host == HOST:
         return HOST
-    try:
-        addresses = socket.getaddrinfo(step.host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        addresses = []
-    for _, _, _, _, sockaddr in addresses:
-        if not ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]).is_loopback:
-            return str(sockaddr[0])
-    address = topology.local_address(step.last_node)
+    addresses = resolve(step.host)
+    if addresses and not is_loopback(addresses[0]):
+        return addresses[0]
+    address = local_address(step.last_node)
     if addresses and not step.last_node:  # a single node may use its loopback interface
-        return address or str(addresses[0][4][0])
+        return address or addresses[0]
     if not address:
         raise UsageError(
             f"slurm://: the name {step.host} does not resolve to an address that other nodes can "
@@ -186,17 +180,9 @@ def _tasks_per_node(environ: Mapping[str, str], tasks: int) -> list[int]:
     return counts
 
 
-def _first_node(environ: Mapping[str, str]) -> str:
-    """Return the first node: node01 for "node[01-03,7],other"."""
-    return _node(environ, 0, _FIRST_NUMBER)
-
-
-def _last_node(environ: Mapping[str, str]) -> str:
-    """Return the last node: node7 for "other,node[01-03,7]"."""
-    return _node(environ, -1, _LAST_NUMBER)
-
-
-def _node(environ: Mapping[str, str], index: int, pattern: re.Pattern[str]) -> str:
+def _node(environ: Mapping[str, str], index: Literal[0, -1]) -> str:
+    """Return the first or last node: node01 and node9 for "node[01-03,7],node[8-9]"."""
+    pattern = _LAST_NUMBER if index else _FIRST_NUMBER
     text = environ.get("SLURM_STEP_NODELIST", "").strip()
     names = _ONE_NODE.findall(text)
     name = pattern.sub(r"\1", names[index]) if names and ",".join(names) == text else ""

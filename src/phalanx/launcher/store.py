@@ -31,25 +31,21 @@ _REPORT_SECONDS = 20.0
 _CONNECT_SECONDS = 3.0
 
 
-def host_store(
-    port: int = 0, *, host: str = HOST, bind: str | None = None, timeout: timedelta | None = None
-) -> Any:
+def host_store(port: int = 0, *, host: str = HOST, timeout: timedelta | None = None) -> Any:
     """Host a `TCPStore`, by default on the loopback interface; it lives as long as the object.
 
     A free port is bound before its number is published, so no other process can take it.
 
     Args:
         port: The port; 0 for a free one.
-        host: The address at which clients reach the store; by default only this machine can.
-        bind: The address to listen on, if not `host`; "" for all interfaces.
+        host: The address to listen on; by default only this machine can reach the store.
         timeout: The timeout of the store's operations; None for PyTorch's default.
 
     Raises:
         OSError: The port cannot be bound.
     """
-    address = host if bind is None else bind
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, port), family=family, backlog=512)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=512)
     port = listener.getsockname()[1]
     fd = listener.detach()  # the store takes it over
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}

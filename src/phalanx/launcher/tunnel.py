@@ -21,6 +21,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import LaunchError
@@ -35,6 +36,8 @@ from phalanx.launcher.store import HOST, AttemptStores
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
+
+    _Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 __all__ = ["TunnelClient", "TunnelServer"]
 
@@ -56,7 +59,77 @@ _BUFFER_SIZE = 2**20
 """The maximum number of bytes read ahead on each connection."""
 
 
-class TunnelServer:
+class _Tunnel:
+    """One end of the tunnel: a thread with an event loop, and the connections that it serves.
+
+    Args:
+        close_timeout: Seconds that connections have to end by themselves when `close` is called.
+    """
+
+    rejection = ""
+    """The reason for which the last host with the key was rejected; empty if none was."""
+
+    def __init__(self, close_timeout: float) -> None:
+        # The name is abstract ("@" stands for the byte 0), so no file can be left behind. Other
+        # users on this host can connect, which is no worse for the relay than a network socket.
+        self.relay_socket = f"@phalanx-relay-{secrets.token_hex(16)}"
+        """The name of the Unix socket of the ranks' relay on this host."""
+        self._close_timeout = close_timeout
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._servers: list[asyncio.base_events.Server] = []
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="phalanx-tunnel", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening; wait for connections to end, up to the limit, then close the others."""
+        self._call(self._close_connections())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine in the thread and return its result; Ctrl-C cancels the coroutine."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def _listen(
+        self, listener: socket.socket, handle: Callable[..., Awaitable[None]]
+    ) -> None:
+        """Run `handle` for each connection to `listener`; an error ends only its connection."""
+
+        async def run_handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task: Any = asyncio.current_task()
+            self._tasks.add(task)
+            try:
+                await handle(reader, writer)
+            except (OSError, EOFError, asyncio.TimeoutError, asyncio.CancelledError):
+                pass  # the peer sees that the connection ends
+            finally:
+                self._tasks.discard(task)
+                writer.close()
+
+        unix = listener.family == socket.AF_UNIX
+        start = asyncio.start_unix_server if unix else asyncio.start_server
+        self._servers.append(await start(run_handler, sock=listener, limit=_BUFFER_SIZE))
+
+    async def _close_connections(self) -> None:
+        for server in self._servers:
+            server.close()
+        if self._tasks:
+            _, remaining = await asyncio.wait(self._tasks, timeout=self._close_timeout)
+            for task in remaining:
+                task.cancel()
+            await asyncio.gather(*remaining, return_exceptions=True)
+
+
+class TunnelServer(_Tunnel):
     """A server that admits the hosts of a job and connects them to its services.
 
     Args:
@@ -82,27 +155,19 @@ class TunnelServer:
     ) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, port), family=family, backlog=512)
+        super().__init__(_SERVER_CLOSE_TIMEOUT)
         self._key = key
         self._store_port = store_port
         self._check = check
         self._notify = notify
         self._notified_peers: set[str] = set()
-        self.rejection = ""
-        """The reason for which the last host with the key was rejected; empty if none was."""
         self._pending: dict[asyncio.Task[Any], str] = {}
         self._hosts: dict[int, str] = {}
         self.on_host_lost: Callable[[str, str], None] = lambda *_: None
         """A function called for each host that leaves, with its unique name and one for people."""
-        self.rank_stores = AttemptStores()
-        """The stores of the ranks."""
-        self._connections = _Connections("phalanx-tunnel", _SERVER_CLOSE_TIMEOUT)
-        self.relay_socket = _make_relay_socket_name()
-        """The name of the Unix socket on which the ranks' relay must listen."""
-        self._connections.call(self._connections.serve(listener, self._serve))
-
-    def close(self) -> None:
-        """Stop listening and close all connections."""
-        self._connections.close()
+        self.rank_store_port = AttemptStores().port
+        """A function that returns the port of the ranks' store of an attempt."""
+        self._call(self._listen(listener, self._serve))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         _enable_keepalive(writer)
@@ -123,55 +188,37 @@ class TunnelServer:
             self._reject(peer, reason)
             send_reply(writer, reason)
             return
-        await self._forward_to_service(reader, writer, peer, hello)
-
-    async def _forward_to_service(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        peer: str,
-        hello: dict[str, Any],
-    ) -> None:
         service = hello.get("service")
-        if service in ("join", "store", "ranks"):  # a reader behind the relay may pause
+        if service != "relay":  # a reader behind the relay may pause
             _set_user_timeout(writer)
         if service == "join":
             await self._join(reader, writer, peer, hello)
-        elif service == "store":
-            await self._forward_to_port(reader, writer, self._store_port)
-        elif service == "ranks":
-            await self._forward_to_rank_store(reader, writer, hello.get("attempt"))
-        elif service == "relay":
-            service_streams = await asyncio.open_unix_connection(
-                self.relay_socket.replace("@", "\0"), limit=_BUFFER_SIZE
-            )
-            send_reply(writer, "")
-            await _splice((reader, writer), service_streams)
-        else:
-            send_reply(writer, f"unknown service {service!r}")
-
-    async def _forward_to_rank_store(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, attempt: object
-    ) -> None:
-        """Connect a rank to the store of its attempt.
-
-        The attempt is needed because the ranks of several hosts do not start at the same time.
-        """
+            return
         try:
-            if not isinstance(attempt, int) or attempt < 0:
-                raise LookupError(f"invalid attempt {attempt!r}")
-            port = self.rank_stores.port(attempt)
+            target = await self._open_target(service, hello.get("attempt"))
         except LookupError as error:
             send_reply(writer, str(error))
             return
-        await self._forward_to_port(reader, writer, port)
-
-    async def _forward_to_port(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int
-    ) -> None:
-        service_streams = await asyncio.open_connection(HOST, port, limit=_BUFFER_SIZE)
         send_reply(writer, "")
-        await _splice((reader, writer), service_streams)
+        await _splice((reader, writer), target)
+
+    async def _open_target(self, service: object, attempt: object) -> _Stream:
+        """Connect to a service on this host; raise `LookupError` if there is none.
+
+        The ranks' store depends on the attempt: ranks of several hosts do not start together.
+        """
+        if service == "relay":
+            name = self.relay_socket.replace("@", "\0")
+            return await asyncio.open_unix_connection(name, limit=_BUFFER_SIZE)
+        if service == "store":
+            port = self._store_port
+        elif service != "ranks":
+            raise LookupError(f"unknown service {service!r}")
+        elif isinstance(attempt, int) and attempt >= 0:
+            port = self.rank_store_port(attempt)
+        else:
+            raise LookupError(f"invalid attempt {attempt!r}")
+        return await asyncio.open_connection(HOST, port, limit=_BUFFER_SIZE)
 
     async def _join(
         self,
@@ -220,7 +267,7 @@ class TunnelServer:
             self._notify(f"rejected {peer}: {reason}")
 
 
-class TunnelClient:
+class TunnelClient(_Tunnel):
     """A forwarder of this host's connections to the tunnel server on another host.
 
     Args:
@@ -234,18 +281,19 @@ class TunnelClient:
     def __init__(
         self, host: str, port: int, key: bytes, hello: dict[str, Any], notify: Callable[[str], None]
     ) -> None:
+        super().__init__(_CLIENT_CLOSE_TIMEOUT)
         self._host, self._port, self._key, self._hello = host, port, key, hello
         self._notify = notify
         self._membership: asyncio.StreamWriter | None = None
         self.store_port = 0
         """The port on this host's loopback interface that leads to the launchers' store."""
-        self.rank_store_port = 0
-        """The port on this host's loopback interface that leads to the ranks' store."""
-        self.attempt = 0
-        """The attempt to whose store the ranks are connected."""
-        self._connections = _Connections("phalanx-tunnel", _CLIENT_CLOSE_TIMEOUT)
-        self.relay_socket = _make_relay_socket_name()
-        """The name of the Unix socket that leads to the relay."""
+        self._rank_store_port = 0
+        self._attempt = 0
+
+    def rank_store_port(self, attempt: int) -> int:
+        """Return the port on this host's loopback interface that leads to an attempt's store."""
+        self._attempt = attempt
+        return self._rank_store_port
 
     def connect(self, seconds: float) -> None:
         """Join the job and start to forward connections; block until the server is reachable.
@@ -256,16 +304,13 @@ class TunnelClient:
         Raises:
             LaunchError: The server was not reachable in time, or rejects this host.
         """
-        self._connections.call(self._connect(seconds))
+        self._call(self._connect(seconds))
 
     def close(self) -> None:
-        """Stop listening and close all connections."""
+        """Leave the job, stop listening and close all connections."""
         if self._membership is not None:
-            self._connections.call(self._close_membership(self._membership))
-        self._connections.close()
-
-    async def _close_membership(self, writer: asyncio.StreamWriter) -> None:
-        writer.close()
+            self._loop.call_soon_threadsafe(self._membership.close)
+        super().close()
 
     async def _connect(self, seconds: float) -> None:
         end, notice_time = time.monotonic() + seconds, time.monotonic() + _NOTICE_SECONDS
@@ -292,44 +337,38 @@ class TunnelClient:
                 self._notify(f"waiting for {self._server} ({reason})")
             await asyncio.sleep(_RETRY_SECONDS)
         store, ranks = (socket.create_server((HOST, 0), backlog=512) for _ in range(2))
-        self.store_port, self.rank_store_port = store.getsockname()[1], ranks.getsockname()[1]
+        self.store_port, self._rank_store_port = store.getsockname()[1], ranks.getsockname()[1]
         relay = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         relay.bind(self.relay_socket.replace("@", "\0"))
         for listener, service in ((store, "store"), (ranks, "ranks"), (relay, "relay")):
-            await self._connections.serve(listener, self._make_forwarder(service))
+            await self._listen(listener, partial(self._forward, service))
 
     @property
     def _server(self) -> str:
         return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
 
-    def _make_forwarder(
-        self, service: str
-    ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
-        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with contextlib.suppress(RejectedError):  # the server reports it
-                await _splice((reader, writer), await self._open_service_with_retries(service))
-
-        return forward
-
-    async def _open_service_with_retries(
-        self, service: str
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to a service behind the server, with retries.
+    async def _forward(
+        self, service: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Forward a connection to a service behind the server, with retries.
 
         The server knows this host. If it drops a handshake, it has too many in progress.
         """
-        for _ in range(_MAX_TRIES - 1):
+        for tries in range(1, _MAX_TRIES + 1):
             try:
-                return await self._open_service(service)
+                stream = await self._open_service(service)
+                break
+            except RejectedError:  # the server reports it
+                return
             except asyncio.TimeoutError:  # the timeout is long enough
                 raise
             except (OSError, EOFError):
+                if tries == _MAX_TRIES:
+                    raise
                 await asyncio.sleep(_RETRY_SECONDS)
-        return await self._open_service(service)
+        await _splice((reader, writer), stream)
 
-    async def _open_service(
-        self, service: str
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _open_service(self, service: str) -> _Stream:
         """Open a connection to a service behind the server."""
         connecting = asyncio.open_connection(
             self._host, self._port, limit=_BUFFER_SIZE, happy_eyeballs_delay=_NEXT_ADDRESS_SECONDS
@@ -341,7 +380,7 @@ class TunnelClient:
                 _set_user_timeout(writer)
             hello = {**self._hello, "service": service}
             if service == "ranks":
-                hello["attempt"] = self.attempt
+                hello["attempt"] = self._attempt
             handshake = authenticate_to_server(reader, writer, self._key, hello)
             await asyncio.wait_for(handshake, _HANDSHAKE_SECONDS)
         except BaseException:
@@ -358,80 +397,7 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or "no answer"
 
 
-class _Connections:
-    """A thread with an event loop, and the connections that it serves.
-
-    Args:
-        name: The name of the thread.
-        close_timeout: Seconds that connections have to end by themselves when `close` is called.
-    """
-
-    def __init__(self, name: str, close_timeout: float) -> None:
-        self._close_timeout = close_timeout
-        self._loop = asyncio.new_event_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._servers: list[asyncio.base_events.Server] = []
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    def call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine in the thread and return its result; Ctrl-C cancels the coroutine."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        """Wait for connections to end, up to the limit, then close the remaining ones."""
-        self.call(self._close_connections())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    async def serve(
-        self,
-        listener: socket.socket,
-        handle: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
-    ) -> None:
-        """Run a task for each connection to `listener`; an error ends only its connection.
-
-        Args:
-            listener: The listening socket, taken over by the server.
-            handle: The coroutine function that handles one connection.
-        """
-
-        async def run_handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.current_task()
-            assert task is not None
-            self._tasks.add(task)
-            try:
-                await handle(reader, writer)
-            except (OSError, EOFError, asyncio.TimeoutError, asyncio.CancelledError):
-                pass  # the peer sees that the connection ends
-            finally:
-                self._tasks.discard(task)
-                writer.close()
-
-        unix = listener.family == socket.AF_UNIX
-        start = asyncio.start_unix_server if unix else asyncio.start_server
-        self._servers.append(await start(run_handler, sock=listener, limit=_BUFFER_SIZE))
-
-    async def _close_connections(self) -> None:
-        for server in self._servers:
-            server.close()
-        if self._tasks:
-            _, remaining = await asyncio.wait(self._tasks, timeout=self._close_timeout)
-            for task in remaining:
-                task.cancel()
-            await asyncio.gather(*remaining, return_exceptions=True)
-
-
-async def _splice(
-    one: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-    other: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-) -> None:
+async def _splice(one: _Stream, other: _Stream) -> None:
     """Forward data between two connections in both directions until both have ended."""
     try:
         await asyncio.gather(_copy(one[0], other[1]), _copy(other[0], one[1]))
@@ -466,12 +432,3 @@ def _set_user_timeout(writer: asyncio.StreamWriter) -> None:
     """
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MILLISECONDS)
-
-
-def _make_relay_socket_name() -> str:
-    """Return a random name for the Unix socket of this host's relay.
-
-    The name is abstract ("@" stands for the byte 0), so no file can be left behind. Other users on
-    this host can connect, which is no worse for the relay than a network socket.
-    """
-    return f"@phalanx-relay-{secrets.token_hex(16)}"

@@ -6,9 +6,8 @@ they share a host: each opens a piece of the other's memory and finds a nonce in
 hosts reach this rank at `own_address`.
 """
 
-from phalanx.address import interface_address, local_address
 from phalanx.topology.group_formation import join
 from phalanx.topology.layout import Layout
 from phalanx.topology.rank_record import RankRecord, own_address
 
-__all__ = ["Layout", "RankRecord", "interface_address", "join", "local_address", "own_address"]
+__all__ = ["Layout", "RankRecord", "join", "own_address"]

@@ -7,7 +7,6 @@ opens the other's memory probe. Ranks of other hosts reach this rank at `own_add
 from __future__ import annotations
 
 import functools
-import ipaddress
 import json
 import os
 import socket
@@ -18,7 +17,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from phalanx import _native, env
-from phalanx.address import local_address
+from phalanx.address import is_loopback, local_address
 from phalanx.errors import UsageError
 from phalanx.system.host_identity import MemoryProbe, host_identity
 
@@ -114,7 +113,7 @@ def own_address(store: Store, records: Sequence[RankRecord]) -> str:
         store = store.underlying_store
     destination = env.tunnel_host() or (store.host if isinstance(store, TCPStore) else "")
     address = local_address(destination) or "127.0.0.1"
-    if ipaddress.ip_address(address).is_loopback and len({r.network for r in records}) > 1:
+    if is_loopback(address) and len({r.network for r in records}) > 1:
         raise UsageError(
             f"ranks on other machines cannot reach this machine at {address}, the local address of "
             f"its route to the rendezvous at {destination or 'a file'}: give the rendezvous an "

@@ -38,7 +38,7 @@ from torch.distributed import DistError, ProcessGroupGloo
 from phalanx import env
 from phalanx.errors import UsageError
 from phalanx.system.polling import attempts
-from phalanx.transports.interface import Transfer, Transport, TransportError
+from phalanx.transports.interface import CompletableTransfer, Transfer, Transport, TransportError
 from phalanx.transports.shutdown_hooks import delay_shutdown
 
 if TYPE_CHECKING:
@@ -111,16 +111,14 @@ class _WaitThreads:
                 self._idle += 1
 
 
-class _GlooTransfer(Transfer):
+class _GlooTransfer(CompletableTransfer):
+    """A transfer that completes once a thread has waited for its work object, on request."""
+
     def __init__(self, peer: int, wait_threads: _WaitThreads) -> None:
+        super().__init__(wait_threads.submit)
         self.peer = peer
-        self._wait_threads = wait_threads
-        self._lock = threading.Lock()
         self._work: Any = None
         self._wait_requested = False
-        self._completed = threading.Event()
-        self._error: TransportError | None = None
-        self._callback: Callable[[], None] | None = None
 
     def set_work(self, work: Any) -> None:
         """Set the work object that Gloo returned for this transfer."""
@@ -128,26 +126,14 @@ class _GlooTransfer(Transfer):
             self._work = work
             wait_requested = self._wait_requested
         if wait_requested:
-            self._wait_threads.submit(self._wait)
-
-    def fail(self, error: TransportError) -> None:
-        """Complete the transfer with an error."""
-        self._complete(error)
+            self._schedule(self._wait)
 
     def wait(self, timeout: float) -> bool:
         self._request_wait()
-        if not self._completed.wait(timeout):
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
+        return super().wait(timeout)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        with self._lock:
-            self._callback = callback
-            completed = self._completed.is_set()
-        if completed:
-            self._wait_threads.submit(self._run_callback)
+        super().add_done_callback(callback)
         self._request_wait()
 
     def _request_wait(self) -> None:
@@ -156,33 +142,17 @@ class _GlooTransfer(Transfer):
             start = not self._wait_requested and self._work is not None
             self._wait_requested = True
         if start:
-            self._wait_threads.submit(self._wait)
+            self._schedule(self._wait)
 
     def _wait(self) -> None:
-        with self._lock:
-            work = self._work
-        if work is None:  # the transfer has failed meanwhile
-            return
+        error: TransportError | None = None
         try:
-            work.wait()
-        except RuntimeError as error:
-            self._complete(TransportError(self.peer, _reason(error)))
-        else:
-            self._complete(None)
-
-    def _complete(self, error: TransportError | None) -> None:
-        with self._lock:
-            if self._completed.is_set():
-                return
-            self._error, self._work = error, None
-            self._completed.set()
-        self._run_callback()
-
-    def _run_callback(self) -> None:
-        with self._lock:
-            callback, self._callback = self._callback, None
-        if callback is not None:
-            callback()
+            self._work.wait()
+        except RuntimeError as reason:
+            error = TransportError(self.peer, _reason(reason))
+        self._work = None
+        if (callback := self._finish(error)) is not None:
+            callback()  # here, since this thread may block
 
 
 class _PeerConnection:
@@ -389,11 +359,7 @@ class GlooTransport(Transport):
         return False
 
     def _liveness_endpoint(self, peer: int) -> str:
-        """Return the peer's `_LivenessListener.endpoint`.
-
-        Raises:
-            RuntimeError: The peer has left.
-        """
+        """Return the peer's `_LivenessListener.endpoint`; raise RuntimeError if it has left."""
         if endpoint := self._store.get(_LIVENESS_KEY.format(peer)).decode():
             return str(endpoint)
         raise RuntimeError("it has left")
@@ -413,7 +379,7 @@ class GlooTransport(Transport):
             pending = list(connection.pending)
             connection.pending.clear()
         for _, transfer in pending:
-            transfer.fail(TransportError(peer, reason))
+            transfer.complete(TransportError(peer, reason))
 
     def _leave(self) -> None:
         """Wait, for 2 s at most, until all peers have received the data sent to them.
@@ -457,7 +423,7 @@ class GlooTransport(Transport):
         try:
             transfer.set_work(post())
         except RuntimeError as error:
-            transfer.fail(TransportError(transfer.peer, _reason(error)))
+            transfer.complete(TransportError(transfer.peer, _reason(error)))
 
 
 def _check_not_advertised() -> None:
@@ -465,9 +431,6 @@ def _check_not_advertised() -> None:
 
     Gloo publishes the address on which it listens, and decides by these addresses which of two
     ranks connects.
-
-    Raises:
-        UsageError: An advertised address is set, or it is malformed.
     """
     try:
         host, _ = env.advertised_address()

@@ -6,14 +6,20 @@ import secrets
 import selectors
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import phalanx
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launcher.failures import GRACE, STOPPED
+from phalanx.launcher.failures import (
+    STOPPED,
+    HostFailure,
+    find_root_cause,
+    format_consequences,
+    may_have_unknown_cause,
+)
 from phalanx.launcher.output_forwarder import Sink
 from phalanx.launcher.ssh.connection import Connection
 from phalanx.launcher.ssh.plan import HostSpec, Plan
@@ -228,24 +234,18 @@ class _Job:
             if signal.SIGPIPE not in self._signals:  # so that it counts only once
                 self._signals.append(signal.SIGPIPE)
 
-    def _must_stop(self) -> bool:
-        """Return whether the job must stop because a host has failed.
-
-        If all failures so far are consequences of another one, their cause has `GRACE` seconds
-        from the first of them to show.
-        """
-        failed = [
-            connection
-            for connection in self._connections
-            if connection.end_time and _exit_code(connection)
+    def _failures(self) -> list[HostFailure]:
+        """Return the failures of hosts, those that have not ended yet included."""
+        return [
+            _describe_failure(number, connection)
+            for number, connection in enumerate(self._connections)
+            if connection.end is None or connection.end["code"]
         ]
-        if not failed:
-            return False
-        cause = min(_distance(connection) for connection in failed)
-        return (
-            not cause
-            or time.monotonic() > min(connection.end_time for connection in failed) + GRACE
-        )
+
+    def _must_stop(self) -> bool:
+        """Return whether the job must stop because a host has failed."""
+        failures = [failure for failure in self._failures() if failure.time]
+        return bool(failures) and not may_have_unknown_cause(failures)
 
     def _stop(self) -> None:
         if self._deadline == float("inf"):
@@ -261,46 +261,29 @@ class _Job:
         if self._signals:
             name = signal_name(self._signals[0])
             return JobOutcome(128 + self._signals[0], f"stopped by {name}")
-        failed = [
-            connection
-            for connection in self._connections
-            if not connection.end_time or _exit_code(connection)
-        ]
-        if not failed:
+        failures = self._failures()
+        if not failures:
             return JobOutcome(0)
-        cause = min(failed, key=lambda connection: (_distance(connection), connection.end_time))
-        end: Any = cause.end
+        cause = find_root_cause(failures)
+        consequences = format_consequences(cause, failures)
+        connection = self._connections[cause.rank]
+        end = connection.end
         if end is None:
-            message = self._errors.get(cause) or f"{cause.host.name} did not end its ranks in time"
-            return JobOutcome(1, "\n".join((str(message), *_other_failures(cause, failed))))
-        report = "\n".join(
-            (f"on {cause.host.name}: {end['report']}", *_other_failures(cause, failed))
-        )
+            message = self._errors.get(connection) or f"{cause.name} did not end its ranks in time"
+            return JobOutcome(1, "\n".join((str(message), *consequences)))
+        report = "\n".join((f"on {cause.name}: {end['report']}", *consequences))
         return JobOutcome(end["code"], report, end["explanation"])
 
 
-def _exit_code(connection: Connection) -> int:
-    return 1 if connection.end is None else int(connection.end["code"])
-
-
-def _distance(connection: Connection) -> int:
-    if connection.end is None:
-        return STOPPED if connection.stopped else 0
-    return int(connection.end["distance"])
-
-
-def _other_failures(cause: Connection, failed: Sequence[Connection]) -> Iterator[str]:
-    stopped = [
-        connection.host.name
-        for connection in failed
-        if connection.end_time and _distance(connection) >= STOPPED
-    ]
-    for connection in failed:
-        if connection is not cause and connection.host.name not in stopped:
-            report = connection.end["report"] if connection.end else "the connection was lost"
-            yield f"  after it, on {connection.host.name}: {report.partition(chr(10))[0]}"[:200]
-    if stopped:
-        yield f"  stopped because of it: {', '.join(stopped)}"
+def _describe_failure(number: int, connection: Connection) -> HostFailure:
+    name, time, end = connection.host.name, connection.end_time, connection.end
+    if end is None:
+        distance, report = STOPPED if connection.stopped else 0, "the connection was lost"
+    else:
+        distance, report = int(end["distance"]), str(end["report"])
+    stopped = bool(time) and distance >= STOPPED
+    summary = f"on {name}: {report.partition(chr(10))[0]}"
+    return HostFailure(number, name, time, distance, stopped, summary)
 
 
 def _check_versions(connection: Connection, first: Connection) -> None:

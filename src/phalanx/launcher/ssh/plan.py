@@ -9,17 +9,28 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from phalanx import key as keys
 from phalanx.errors import UsageError
 
-__all__ = ["HOST_OPTIONS", "HostSpec", "Plan", "make_plan", "parse_hosts", "parse_ssh_command"]
+__all__ = [
+    "HOST_OPTIONS",
+    "STOP_TIMEOUT",
+    "HostSpec",
+    "Plan",
+    "make_plan",
+    "parse_hosts",
+    "parse_ssh_command",
+]
 
 HOST_OPTIONS = ("hosts", "export", "ssh", "remote_python")
 """The names of the options that only a job over many hosts has."""
 
+STOP_TIMEOUT = 10
+"""The default seconds between SIGTERM and SIGKILL; --shutdown-timeout overrides it."""
+
 _REPLACED_OPTIONS = ("master_addr", "master_port", "key_file", "key_fd")
-_STOP_TIMEOUT = 10.0
 # These variables are specific to one machine or one process.
 _NOT_FORWARDED = {
     "PHALANX_ADVERTISE_ADDR",
@@ -83,45 +94,32 @@ class Plan:
     key: bytes = field(repr=False)
 
 
-def make_plan(
-    hosts: str,
-    all_options: Mapping[str, str | None],
-    options: Sequence[str],
-    command: Sequence[str],
-    *,
-    export: Sequence[str] = (),
-    ssh: str | None = None,
-    python: str | None = None,
-) -> Plan:
+def make_plan(params: Mapping[str, Any], options: Sequence[str], command: Sequence[str]) -> Plan:
     """Parse the options of a job over many hosts.
 
     Args:
-        hosts: The value of `--hosts`.
-        all_options: All options of `phalanx run` by name; None for an option that is not given.
+        params: All options of `phalanx run` by name; None for an option that is not given.
         options: The given options that are not in `HOST_OPTIONS`, as a command line.
         command: The rest of the command line.
-        export: Variables for the ranks, each as `NAME` or `NAME=VALUE`.
-        ssh: The ssh program and its options, in shell syntax; None for `ssh`.
-        python: The path of the interpreter on the hosts; None for the path of this one.
 
     Raises:
         UsageError: An option is invalid, or this machine has no ssh.
     """
     for name in ("nnodes", "node_rank", "rdzv_endpoint"):
-        if all_options.get(name) is not None:
+        if params.get(name) is not None:
             option = name.replace("_", "-")
             raise UsageError(f"--hosts determines the hosts of the job: omit --{option}")
     return Plan(
-        parse_hosts(hosts),
+        parse_hosts(params["hosts"]),
         _remove_replaced(options),
         command,
-        _environment(export, os.environ),
-        parse_ssh_command(ssh or "ssh"),
-        python or sys.executable,
-        all_options.get("master_addr") or "",
-        all_options.get("master_port") or "",
-        _parse_seconds(all_options.get("shutdown_timeout")),
-        _read_key(all_options),
+        _environment(params.get("export") or (), os.environ),
+        parse_ssh_command(params.get("ssh") or "ssh"),
+        params.get("remote_python") or sys.executable,
+        params.get("master_addr") or "",
+        params.get("master_port") or "",
+        _parse_seconds(params.get("shutdown_timeout")),
+        _read_key(params),
     )
 
 
@@ -233,15 +231,15 @@ def parse_ssh_command(text: str, option: str = "--hosts") -> list[str]:
     return words
 
 
-def _read_key(all_options: Mapping[str, str | None]) -> bytes:
-    if all_options.get("key_fd") is not None:
+def _read_key(params: Mapping[str, Any]) -> bytes:
+    if params.get("key_fd") is not None:
         raise UsageError("--hosts sends the job's key to the hosts by itself: omit --key-fd")
-    path = all_options.get("key_file")
+    path = params.get("key_file")
     return secrets.token_bytes(keys.SIZE) if path is None else keys.from_file(path)
 
 
 def _parse_seconds(text: str | None) -> float:
     try:
-        return _STOP_TIMEOUT if text is None else float(text)
+        return float(STOP_TIMEOUT if text is None else text)
     except ValueError:
         raise UsageError(f"--shutdown-timeout is {text!r}: expected seconds") from None

@@ -68,9 +68,6 @@ def _check_vendor(vendor: str, launcher: str) -> None:
     """Check that the loaded library is the launcher's.
 
     Another library would end the process, or treat it as the only one of the job.
-
-    Raises:
-        UsageError: The library is not the launcher's.
     """
     if launcher in _FILES and (vendor == "Open MPI") != (launcher == "Open MPI"):
         raise UsageError(

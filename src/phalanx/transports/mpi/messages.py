@@ -92,25 +92,6 @@ class _PendingRequest(NamedTuple):
     is_receive: bool = False
 
 
-class _CompletionCounter:
-    """A callback for several requests, which calls `done` once after the last.
-
-    Args:
-        count: The number of requests.
-        done: Called with whether all requests have completed.
-    """
-
-    def __init__(self, count: int, done: Callable[[bool], None]) -> None:
-        self._remaining, self._done = count, done
-        self._completed = True
-
-    def __call__(self, completed: bool) -> None:
-        self._remaining -= 1
-        self._completed &= completed
-        if not self._remaining:
-            self._done(self._completed)
-
-
 class Communicator:
     """The sends and receives between this process and all others that `mpirun` has started.
 
@@ -157,7 +138,7 @@ class Communicator:
     def send_message(self, rank: int, message: Message) -> None:
         """Send a message to a process."""
         request = self._comm.Isend([message.pack(), self._mpi.BYTE], rank, _MESSAGE_TAG)
-        self._pending.append(_PendingRequest(request, _ignore, rank, _MESSAGE_TAG))
+        self._pending.append(_PendingRequest(request, lambda _: None, rank, _MESSAGE_TAG))
 
     def send_data(
         self, rank: int, data: memoryview, tag: int, done: Callable[[bool], None]
@@ -228,15 +209,15 @@ class Communicator:
                 monotonic clock.
             make_progress: Called repeatedly during the wait.
         """
-        if self._initialized_here:
-            barrier = self._comm.Ibarrier()
-            while not barrier.Test():
-                if time.monotonic() > deadline:
-                    return False
-                make_progress()
-                time.sleep(_PAUSE)
-        if self._initialized_here:
-            self._mpi.Finalize()
+        if not self._initialized_here:
+            return True
+        barrier = self._comm.Ibarrier()
+        while not barrier.Test():
+            if time.monotonic() > deadline:
+                return False
+            make_progress()
+            time.sleep(_PAUSE)
+        self._mpi.Finalize()
         return True
 
     def _wait(self, request: Any, deadline: float) -> None:
@@ -255,7 +236,13 @@ class Communicator:
     ) -> None:
         starts = range(0, data.nbytes, _MAX_REQUEST_BYTES)
         pieces = [data[start : start + _MAX_REQUEST_BYTES] for start in starts]
-        piece_done = _CompletionCounter(len(pieces), done)
+        results: list[bool] = []
+
+        def piece_done(completed: bool) -> None:
+            results.append(completed)
+            if len(results) == len(pieces):
+                done(all(results))
+
         for piece in pieces:
             request = post([piece, self._mpi.BYTE], rank, tag)
             self._pending.append(_PendingRequest(request, piece_done, rank, tag, is_receive))
@@ -267,7 +254,3 @@ def timeout_message(size: int = 0) -> str:
         f"not all {f'{size} ' if size else ''}processes that mpirun has started arrived in time: "
         "all of them must form the first group together"
     )
-
-
-def _ignore(completed: bool) -> None:
-    """Do nothing: no caller waits for the completion of a message."""

@@ -126,7 +126,7 @@ class MpiProgressThread:
             _EXCEPTION_SECONDS if raised else _FAILURE_SECONDS if self.has_failures else math.inf
         )
         if not self.stop_reason:
-            self.submit(partial(self._request_finalize, limit))
+            self.submit(partial(setattr, self, "_finalize_limit", limit))
             self._thread.join()
         if raised and not self._is_finalized:
             sys.stdout.flush()
@@ -204,11 +204,7 @@ class MpiProgressThread:
             self._finalize(self._finalize_limit or 0.0)
 
     def _run_calls(self, timeout: float) -> bool:
-        """Run the submitted functions, and return whether there were any.
-
-        Args:
-            timeout: The longest time to wait for the first, in seconds.
-        """
+        """Run the submitted functions; return whether there were any within `timeout` seconds."""
         busy = False
         try:
             self._calls.get(timeout=timeout)()
@@ -234,9 +230,6 @@ class MpiProgressThread:
             client.handle_message(message, source)
         else:
             self._unclaimed.setdefault(message.transport, []).append((message, source))
-
-    def _request_finalize(self, limit: float) -> None:
-        self._finalize_limit = limit
 
     def _finalize(self, limit: float) -> None:
         """Finalize MPI once it has no pending requests."""

@@ -12,13 +12,20 @@ import queue
 import secrets
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
 
 from torch.distributed import DistError
 
-from phalanx.transports.interface import CompletableTransfer, Transfer, Transport, TransportError
+from phalanx.transports.interface import (
+    CallbackThread,
+    CompletableTransfer,
+    TagQueues,
+    Transfer,
+    Transport,
+    TransportError,
+)
 from phalanx.transports.mpi.messages import MAX_EAGER_BYTES, Kind, Message
 
 if TYPE_CHECKING:
@@ -58,7 +65,7 @@ class MpiTransport(Transport):
         name = int(store.compare_set("name", "", secrets.token_hex(7)), 16)
         store.set(_key(rank), f"{mpi_thread.communicator.name} {mpi_thread.rank}")
         self._name = name
-        self._callback_thread = _CallbackThread()
+        self._callback_thread = CallbackThread("phalanx-mpi-callbacks")
         self._peers = [
             _Peer(mpi_thread.communicator, name, rank, partial(self._look_up, peer))
             for peer in range(size)
@@ -254,8 +261,8 @@ class _Peer:
         self._queued_sends: deque[_MpiTransfer] = deque()  # until the peer's process is known
         self._offer_count = 0
         self._offered_sends: dict[int, _MpiTransfer] = {}
-        self._posted_receives: defaultdict[int, deque[_MpiTransfer]] = defaultdict(deque)
-        self._unexpected_messages: defaultdict[int, deque[Message]] = defaultdict(deque)
+        self._posted_receives = TagQueues[_MpiTransfer]()
+        self._unexpected_messages = TagQueues[Message]()
         # MPI holds the buffers of these:
         self._active_sends: list[_MpiTransfer] = []
         self._active_receives: list[_MpiTransfer] = []
@@ -285,12 +292,14 @@ class _Peer:
         if self._close_reason:
             transfer.finish(self._close_reason)
             return
-        self._posted_receives[transfer.tag].append(transfer)
-        self._match(transfer.tag)
-        if self._gone_reason:
-            self._fail_unstarted(self._gone_reason)
-        elif self._process == _UNKNOWN:
-            self._request_lookup()
+        if (message := self._unexpected_messages.pop_oldest(transfer.tag)) is not None:
+            self._match(transfer, message)
+        elif self._gone_reason:
+            transfer.finish(self._gone_reason)
+        else:
+            self._posted_receives.append(transfer.tag, transfer)
+            if self._process == _UNKNOWN:
+                self._request_lookup()
 
     def set_process(self, process: int) -> None:
         """Set the peer's process, unless it is already known, and start the queued sends."""
@@ -313,21 +322,22 @@ class _Peer:
         elif message.kind is Kind.CLOSED:
             self.disconnect(_PEER_CLOSED)
         elif message.kind is not Kind.HELLO:
-            self._unexpected_messages[message.tag].append(message)
-            self._match(message.tag)
+            transfer = self._posted_receives.pop_oldest(message.tag)
+            if transfer is None:
+                self._unexpected_messages.append(message.tag, message)
+            else:
+                self._match(transfer, message)
 
     def disconnect(self, reason: str) -> None:
         """Fail all transfers except those that MPI holds: the peer is gone."""
         self._gone_reason = reason
-        for tag, messages in list(self._unexpected_messages.items()):
-            kept = deque(each for each in messages if each.kind is Kind.EAGER)
-            self._unexpected_messages[tag] = kept
+        self._unexpected_messages.retain(lambda message: message.kind is Kind.EAGER)
         self._fail_unstarted(reason)
 
     def close(self, reason: str) -> None:
         """Fail all transfers except those that MPI holds: this rank's transport is closed."""
         self._close_reason = reason
-        self._unexpected_messages.clear()
+        self._unexpected_messages.remove_all()
         self._fail_unstarted(reason)
 
     def advance_shutdown(self) -> bool:
@@ -358,23 +368,16 @@ class _Peer:
         for transfer in queued:
             self.send(transfer)
 
-    def _match(self, tag: int) -> None:
-        """Match arrived messages with posted receives, the oldest first."""
-        posted, arrived = self._posted_receives[tag], self._unexpected_messages[tag]
-        while posted and arrived:
-            transfer, message = posted.popleft(), arrived.popleft()
-            size = message.size or len(message.payload)
-            if size != transfer.data.nbytes:
-                transfer.finish(f"it sends {size} B, but {transfer.data.nbytes} B are expected")
-            elif message.kind is Kind.EAGER:
-                transfer.data[:] = message.payload
-                transfer.finish()
-            else:
-                self._request_data(transfer, message)
-        if not posted:
-            del self._posted_receives[tag]
-        if not arrived:
-            del self._unexpected_messages[tag]
+    def _match(self, transfer: _MpiTransfer, message: Message) -> None:
+        """Handle the match of a receive with a message."""
+        size = message.size or len(message.payload)
+        if size != transfer.data.nbytes:
+            transfer.finish(f"it sends {size} B, but {transfer.data.nbytes} B are expected")
+        elif message.kind is Kind.EAGER:
+            transfer.data[:] = message.payload
+            transfer.finish()
+        else:
+            self._request_data(transfer, message)
 
     def _request_data(self, transfer: _MpiTransfer, offer: Message) -> None:
         """Request the data of an offer; they arrive directly in the buffer of the receive."""
@@ -403,12 +406,11 @@ class _Peer:
 
     def _fail_unstarted(self, reason: str) -> None:
         """Fail all transfers that MPI does not hold."""
-        posted = [transfer for each in self._posted_receives.values() for transfer in each]
+        posted = self._posted_receives.remove_all()
         for transfer in (*self._queued_sends, *self._offered_sends.values(), *posted):
             transfer.finish(reason)
         self._queued_sends.clear()
         self._offered_sends.clear()
-        self._posted_receives.clear()
 
     def _send_message(
         self, kind: Kind, tag: int = 0, number: int = 0, size: int = 0, payload: bytes = b""
@@ -417,42 +419,12 @@ class _Peer:
         self._communicator.send_message(self._process, message)
 
 
-class _CallbackThread:
-    """A thread for the callbacks of transfers, which may block there."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def submit(self, callback: Callable[[], None]) -> None:
-        """Call a function in the thread, after all functions submitted before."""
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="phalanx-mpi-callbacks", daemon=True
-                )
-                self._thread.start()
-        self._queue.put(callback)
-
-    def stop(self, seconds: float) -> None:
-        """End the thread after all callbacks; wait for that, for up to `seconds`."""
-        self._queue.put(None)
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(seconds)
-
-    def _run(self) -> None:
-        while (callback := self._queue.get()) is not None:
-            callback()
-
-
 class _MpiTransfer(CompletableTransfer):
     """A transfer to or from a rank under a tag, which the MPI thread completes."""
 
-    def __init__(self, data: memoryview, peer: int, tag: int, callbacks: _CallbackThread) -> None:
-        super().__init__(data, callbacks.submit)
-        self.peer, self.tag = peer, tag
+    def __init__(self, data: memoryview, peer: int, tag: int, callbacks: CallbackThread) -> None:
+        super().__init__(callbacks.submit)
+        self.data, self.peer, self.tag = data, peer, tag
 
     def finish(self, reason: str = "") -> None:
         """Complete the transfer; it fails if there is a reason."""

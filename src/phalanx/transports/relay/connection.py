@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from phalanx.system.curve import HANDSHAKE_FAILURES
-from phalanx.transports.interface import TransportError
+from phalanx.transports.interface import CallbackThread, TransportError
 from phalanx.transports.relay.frames import Frame
 from phalanx.transports.relay.sockets import Waker, configure_client
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["Listener", "RelayConnection"]
 
 _CONNECT_SECONDS = 20.0
 _LINGER_MILLISECONDS = 2_000
+_CLOSE_SECONDS = 4.0
 _BATCH = 256
 _DISCONNECTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILURES | _DISCONNECTS
@@ -62,19 +59,18 @@ class RelayConnection:
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._listeners: dict[bytes, Listener] = {}
         self._send_queue: deque[tuple[bytes, bytes]] = deque()
-        self._callbacks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.callbacks = CallbackThread("phalanx-relay-callbacks")
+        """The thread for the callbacks of transfers."""
         self._waker = Waker()
         self._lock = threading.Lock()
         self._connected = threading.Event()
         self._reason = ""
         self._closed = False
         self._socket.connect(endpoint)
-        self._threads = [
-            threading.Thread(target=target, name=f"phalanx-relay-{name}", daemon=True)
-            for name, target in (("connection", self._run), ("callbacks", self._run_callbacks))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(
+            target=self._run, name="phalanx-relay-connection", daemon=True
+        )
+        self._thread.start()
         if not self._connected.wait(_CONNECT_SECONDS):
             self._disconnect(f"it did not answer within {_CONNECT_SECONDS:g} s")
         if self._reason:
@@ -106,20 +102,15 @@ class RelayConnection:
             self._send_queue.append((frame.pack(), data))
             self._waker.wake()
 
-    def schedule(self, callback: Callable[[], None]) -> None:
-        """Call a function in a thread of this connection; it may block. Calls run one by one."""
-        self._callbacks.put(callback)
-
     def close(self) -> None:
         """Send all queued frames for up to 2 s, then close the connection and end the threads."""
         with self._lock:
             self._closed = True
             self._waker.wake()
-        self._callbacks.put(None)
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(2 * _LINGER_MILLISECONDS / 1000)
-        if not self._threads[0].is_alive():
+        if self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_SECONDS)
+        self.callbacks.stop(_CLOSE_SECONDS)
+        if not self._thread.is_alive():
             self._waker.close()
 
     def _run(self) -> None:
@@ -186,8 +177,3 @@ class RelayConnection:
         self._connected.set()
         for listener in listeners:
             listener.handle_disconnect(reason)
-
-    def _run_callbacks(self) -> None:
-        while (callback := self._callbacks.get()) is not None:
-            callback()
-            del callback

@@ -149,11 +149,7 @@ def _publish(state: _ProcessState, store: Store, secret: bytes, address: str) ->
 
 
 def _wait_for_location(store: Store) -> dict[str, str]:
-    """Wait until rank 0 has published the location of the relay, and return it.
-
-    Raises:
-        TransportError: Rank 0 published nothing within the timeout of the store.
-    """
+    """Return the location of the relay once rank 0 has published it."""
     for _ in attempts(time.monotonic() + store.timeout.total_seconds()):  # type: ignore[attr-defined]
         if store.check([_KEY]):
             location: dict[str, str] = json.loads(store.get(_KEY))

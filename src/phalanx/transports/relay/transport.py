@@ -5,10 +5,16 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from phalanx.system.polling import wait_until
-from phalanx.transports.interface import CompletableTransfer, Transfer, Transport, TransportError
+from phalanx.transports.interface import (
+    CompletableTransfer,
+    TagQueues,
+    Transfer,
+    Transport,
+    TransportError,
+)
 from phalanx.transports.relay import discovery
 from phalanx.transports.relay.frames import Frame, Kind, LeaveReason
 from phalanx.transports.relay.sockets import MAX_DATA_BYTES
@@ -30,7 +36,6 @@ _LEAVE_REASONS = {
     LeaveReason.CLOSED: "it has closed its connection",
     LeaveReason.ABORTED: "it has closed its connections",
 }
-_Item = TypeVar("_Item")
 
 _EAGER_LIMIT = 32 * 2**10
 """The maximum size in bytes of an eager message."""
@@ -97,7 +102,8 @@ class _RelayTransfer(CompletableTransfer):
     """A send or a receive, with its progress in bytes."""
 
     def __init__(self, data: memoryview, schedule: Callable[[Callable[[], None]], None]) -> None:
-        super().__init__(data, schedule)
+        super().__init__(schedule)
+        self.data = data
         self.transferred = self.granted = 0
 
 
@@ -131,8 +137,8 @@ class _Peer:
         self._numbers = itertools.count()
         self._eager_bytes = 0  # of messages that the peer's recvs have not taken
         self._offered_sends: dict[int, _RelayTransfer] = {}
-        self._posted_receives: dict[int, deque[_RelayTransfer]] = {}
-        self._unexpected_messages: dict[int, deque[_UnexpectedMessage]] = {}
+        self._posted_receives = TagQueues[_RelayTransfer]()
+        self._unexpected_messages = TagQueues[_UnexpectedMessage]()
         self._active_receives: dict[int, _RelayTransfer] = {}
         self._ungranted: deque[int] = deque()  # numbers of the active receives not fully granted
         self._granted_bytes = 0
@@ -145,7 +151,7 @@ class _Peer:
 
     def send(self, data: memoryview, tag: int) -> Transfer:
         """Post a send of bytes with a tag."""
-        transfer = _RelayTransfer(data, self._connection.schedule)
+        transfer = _RelayTransfer(data, self._connection.callbacks.submit)
         size = len(data)
         with self._lock:
             self._check()
@@ -161,14 +167,14 @@ class _Peer:
 
     def recv(self, data: memoryview, tag: int) -> Transfer:
         """Post a receive of bytes with a tag."""
-        transfer = _RelayTransfer(data, self._connection.schedule)
+        transfer = _RelayTransfer(data, self._connection.callbacks.submit)
         with self._lock:
-            if (message := _pop_oldest(self._unexpected_messages, tag)) is not None:
+            if (message := self._unexpected_messages.pop_oldest(tag)) is not None:
                 self._match(transfer, message)
             else:
                 self._check()
                 self._subscribe()
-                self._posted_receives.setdefault(tag, deque()).append(transfer)
+                self._posted_receives.append(tag, transfer)
         return transfer
 
     def handle_frame(self, frame: Frame, data: memoryview) -> None:
@@ -200,14 +206,11 @@ class _Peer:
                 return
             self._disconnect_error = error
             # Messages whose data have arrived can still be received.
-            for messages in self._unexpected_messages.values():
-                kept = [message for message in messages if message.data is not None]
-                messages.clear()
-                messages.extend(kept)
+            self._unexpected_messages.retain(lambda message: message.data is not None)
             pending = [*self._offered_sends.values(), *self._active_receives.values()]
-            pending += [each for posted in self._posted_receives.values() for each in posted]
-            for transfers in (self._offered_sends, self._active_receives, self._posted_receives):
-                transfers.clear()
+            pending += self._posted_receives.remove_all()
+            self._offered_sends.clear()
+            self._active_receives.clear()
             self._ungranted.clear()
             self._queued_frames.clear()
         for transfer in pending:
@@ -234,9 +237,9 @@ class _Peer:
             self._queued_frames.append((frame, data))
 
     def _handle_message(self, tag: int, message: _UnexpectedMessage) -> None:
-        transfer = _pop_oldest(self._posted_receives, tag)
+        transfer = self._posted_receives.pop_oldest(tag)
         if transfer is None:
-            self._unexpected_messages.setdefault(tag, deque()).append(message)
+            self._unexpected_messages.append(tag, message)
         else:
             self._match(transfer, message)
 
@@ -304,14 +307,3 @@ class _Peer:
             self._send(Kind.DONE, number=frame.number)
             transfer.complete()
         self._grant()
-
-
-def _pop_oldest(queues: dict[int, deque[_Item]], tag: int) -> _Item | None:
-    """Remove and return the oldest item with this tag; None if there is none."""
-    queue = queues.get(tag)
-    if not queue:
-        return None
-    item = queue.popleft()
-    if not queue:
-        del queues[tag]
-    return item
