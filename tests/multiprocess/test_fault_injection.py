@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 import phalanx
-from phalanx.backend.process_group import ProcessGroup
+from phalanx.backend.execution import CollectiveExecutor
 from phalanx.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -398,16 +398,17 @@ def test_faults_under_another_launcher() -> None:
         phalanx.launch(enable_faults_and_run, 2, ([crash(1, 1, code=9)],), timeout=60)
 
 
-def group_class(enabled: bool) -> tuple[Any, bool]:
+def executor_class(enabled: bool) -> tuple[Any, bool]:
     disable_faults()
     if enabled:
         enable_faults([])
     with phalanx.init() as session:
-        kind = type(dist.group.WORLD)
+        group: Any = dist.group.WORLD
+        kind = type(group._executor)
         dist.barrier()
     return kind.__name__, session.rank == 0
 
 
-def test_without_faults_the_class_of_the_group_is_unchanged(runner: FaultRunner) -> None:
-    assert runner.run(group_class, 1, (False,))[0].value[0] == ProcessGroup.__name__
-    assert runner.run(group_class, 1, (True,))[0].value[0] != ProcessGroup.__name__
+def test_without_faults_the_parts_of_the_group_are_unchanged(runner: FaultRunner) -> None:
+    assert runner.run(executor_class, 1, (False,))[0].value[0] == CollectiveExecutor.__name__
+    assert runner.run(executor_class, 1, (True,))[0].value[0] != CollectiveExecutor.__name__

@@ -22,8 +22,6 @@ from phalanx.observe.escape import escape
 from phalanx.system.signals import signal_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from phalanx.hierarchical.failure import GroupFailure
 
 
@@ -57,12 +55,12 @@ _FORWARDED_CODES = {
 class FailureFormatter:
     """The error messages of a group that spans hosts (see `hierarchical.failure`)."""
 
-    def __init__(self, group: Callable[[], _native.Group]) -> None:
+    def __init__(self, group: Any) -> None:
         self._group = group
 
     def explain(self, status: Any, timeout: float) -> tuple[str, str]:
         """Return the kind of the failure, as a native code, and the text of its error."""
-        group = self._group()
+        group = self._group
         if status.code == "aborted":
             name, _, text = peer_state.abort_reason(group, status.reporter).partition(": ")
             if name in _FORWARDED_CODES:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch.distributed import DistError
 
+from phalanx.hierarchical.execution import LIVENESS_TAG, ConnectionLost
 from phalanx.hierarchical.fingerprint import Fingerprint
-from phalanx.hierarchical.transfers import LIVENESS_TAG, ConnectionLost
 from phalanx.transports import TransportError
 from phalanx.transports.shutdown_hooks import delay_shutdown
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
     from phalanx import _native
+    from phalanx.hierarchical.execution import DeadlineExceeded
     from phalanx.hierarchical.fingerprint import Header
-    from phalanx.hierarchical.transfers import DeadlineExceeded
     from phalanx.topology import Layout, RankRecord
     from phalanx.transports import Transfer, Transport
 

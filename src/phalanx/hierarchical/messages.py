@@ -23,9 +23,7 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from phalanx.hierarchical.failure import GroupFailure
-from phalanx.hierarchical.fingerprint import Fingerprint, Header, current_site
-from phalanx.hierarchical.transfers import (
+from phalanx.hierarchical.execution import (
     CHECK_INTERVAL,
     ELEMENT_SIZES,
     ENVELOPES_TAG,
@@ -35,6 +33,8 @@ from phalanx.hierarchical.transfers import (
     data_tag,
     drain,
 )
+from phalanx.hierarchical.failure import GroupFailure
+from phalanx.hierarchical.fingerprint import Fingerprint, Header, current_site
 from phalanx.transports import Transfer, TransportError
 
 if TYPE_CHECKING:
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from phalanx.hierarchical.failure import FailurePropagator
     from phalanx.topology import Layout
     from phalanx.transports import Transport
-
-__all__ = ["LocalMessage", "MessageMatcher", "PointToPointGroup", "PostedReceive", "RemoteMessage"]
 
 _numbers = itertools.count(-1, -1)  # native messages have positive ids
 _T = TypeVar("_T")
@@ -94,9 +92,8 @@ class PointToPointGroup:
         self._matcher.sends_to_self |= destination == self._layout.rank
         local = self._local_rank(destination)
         if local is not None:
-            return self.to_failure(
-                self._native.send(data, count, dtype, local, tag, timeout), timeout
-            )
+            status = self._native.send(data, count, dtype, local, tag, timeout)
+            return self._to_failure(status, timeout)
         return self.wait(self.isend(data, count, dtype, destination, tag), timeout)
 
     def recv(
@@ -153,7 +150,7 @@ class PointToPointGroup:
 
     def wait(self, message: LocalMessage | RemoteMessage, timeout: float) -> GroupFailure | None:
         if isinstance(message, LocalMessage):
-            return self.to_failure(self._native.wait(message.native, timeout), timeout)
+            return self._to_failure(self._native.wait(message.native, timeout), timeout)
         deadline = time.monotonic() + timeout
         message.record_wait()
         check = self._propagator.create_failure_check()
@@ -201,34 +198,15 @@ class PointToPointGroup:
     def stop(self) -> None:
         self._native.stop()
 
-    # For the messages, and for the subclass with the collectives.
-
-    @property
-    def native(self) -> _native.Group:
-        """The native group of this host."""
-        return self._native
-
     def failure(self) -> GroupFailure | None:
         raise NotImplementedError
 
-    def to_failure(
-        self, status: _native.Status | None, timeout: float = 0.0
-    ) -> GroupFailure | None:
-        """Return the failure of the whole group for a native status; None for None."""
-        return None if status is None else self._propagator.report_status(status, timeout)
-
-    def to_global_rank(self, local: int) -> int:
-        """Return the rank in the group of a local rank; -1 (any source) stays -1."""
-        return self._layout.ranks[local] if local >= 0 else local
-
-    def check_message(self, message: RemoteMessage, theirs: Header) -> None:
-        """Break the group if an announced message does not match its recv."""
-        own, announced = message.header.fingerprint, theirs.fingerprint
-        if (own.count, own.dtype) != (announced.count, announced.dtype):
-            message.complete(self._propagator.report_mismatch(message.header, message.peer, theirs))
-
     def _local_rank(self, rank: int) -> int | None:
         return self._layout.ranks.index(rank) if rank in self._layout.ranks else None
+
+    def _to_failure(self, status: _native.Status | None, timeout: float) -> GroupFailure | None:
+        """Return the failure of the whole group for a native status; None for None."""
+        return None if status is None else self._propagator.report_status(status, timeout)
 
     def _fail(self, message: RemoteMessage, error: ConnectionLost) -> None:
         if (broken := self.failure()) is not None:
@@ -256,11 +234,12 @@ class LocalMessage:
 
     @property
     def status(self) -> GroupFailure | None:
-        return self._group.to_failure(self.native.status)
+        return self._group._to_failure(self.native.status, 0.0)
 
     @property
     def peer(self) -> int:
-        return self._group.to_global_rank(self.native.peer)
+        local = self.native.peer
+        return self._group._layout.ranks[local] if local >= 0 else local
 
 
 class RemoteMessage:
@@ -297,7 +276,7 @@ class RemoteMessage:
         Not for a recv that is also posted in memory: the native group records it.
         """
         fingerprint = self.header.fingerprint
-        self._record = self._group.native.begin_remote(
+        self._record = self._group._native.begin_remote(
             fingerprint.kind,
             fingerprint.count,
             fingerprint.dtype,
@@ -308,7 +287,7 @@ class RemoteMessage:
     def record_wait(self) -> None:
         """Record that a caller waits for the message."""
         if self._record is not None:
-            self._group.native.begin_remote_wait(self._record)
+            self._group._native.begin_remote_wait(self._record)
 
     def advance(self, timeout: float) -> bool:
         """Wait for the message and return whether it is done.
@@ -333,7 +312,9 @@ class RemoteMessage:
 
     def check_header(self, theirs: Header) -> None:
         """Fail this recv and break the group if the sender's header does not match it."""
-        self._group.check_message(self, theirs)
+        own, announced = self.header.fingerprint, theirs.fingerprint
+        if (own.count, own.dtype) != (announced.count, announced.dtype):
+            self.complete(self._group._propagator.report_mismatch(self.header, self.peer, theirs))
 
     def watch(self, timeout: float, report: Callable[[], None]) -> None:
         """Call `report` in a new thread when the message is done.
@@ -368,7 +349,7 @@ class RemoteMessage:
             self.done = True
         if self._record is not None:
             outcome = "ok" if status is None else status.code
-            self._group.native.end_remote(self._record, outcome, self.peer)
+            self._group._native.end_remote(self._record, outcome, self.peer)
 
 
 class PostedReceive(Transfer):

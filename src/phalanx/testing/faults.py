@@ -1,10 +1,10 @@
 """Faults, and their injection in the process of the rank that suffers them.
 
 A fault is a plain value: an action that a given rank suffers at a given operation. It is injected
-by a subclass of the process group that counts operations. The subclass replaces the backend's
-process group while faults are enabled. A process without faults therefore runs none of this code.
-In a process with faults, they apply to operations of every caller: the user's code, DDP's reducer
-and functional collectives, which call the same methods from C++.
+by subclasses of the executor and the messages of a process group, which count operations. They
+replace those of the backend while faults are enabled. A process without faults therefore runs none
+of this code. In a process with faults, they apply to operations of every caller: the user's code,
+DDP's reducer and functional collectives, which call the same methods from C++.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from phalanx.backend import process_group
-from phalanx.backend.work import FinishedMessage
+from phalanx.backend.execution import CollectiveExecutor
+from phalanx.backend.messages import Messages
+from phalanx.backend.work import FinishedWork
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
 
 __all__ = [
     "OPERATIONS",
@@ -73,8 +74,6 @@ _OTHER_NAMES = {
     "isend": "send",
     "reduce_scatter_tensor": "reduce_scatter_single",
 }
-
-_OriginalProcessGroup = process_group.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -268,6 +267,7 @@ def enable_faults(
         >>> enable_faults([kill(rank=1, nth=100)])  # in each process, started by torchrun
         >>> train()
     """
+    global _plan  # noqa: PLW0603
     if rank is None:
         if not os.environ.get("RANK", "").isdigit():
             raise UsageError(
@@ -276,14 +276,17 @@ def enable_faults(
         rank = int(os.environ["RANK"])
     _check_number("enable_faults: rank", rank, 0)
     check_faults(faults, 2**31)
-    _FaultInjectingProcessGroup.plan = _FaultPlan(faults, rank, record)
-    process_group.ProcessGroup = _FaultInjectingProcessGroup  # type: ignore[misc]
+    _plan = _FaultPlan(faults, rank, record)
+    process_group.CollectiveExecutor = _FaultyExecutor  # type: ignore[misc]
+    process_group.Messages = _FaultyMessages  # type: ignore[misc]
 
 
 def disable_faults() -> None:
-    """Discard all faults; groups formed from now on are of the backend's own class."""
-    _FaultInjectingProcessGroup.plan = None
-    process_group.ProcessGroup = _OriginalProcessGroup  # type: ignore[misc]
+    """Discard all faults; groups formed from now on have the backend's own parts."""
+    global _plan  # noqa: PLW0603
+    _plan = None
+    process_group.CollectiveExecutor = CollectiveExecutor  # type: ignore[misc]
+    process_group.Messages = Messages  # type: ignore[misc]
 
 
 def check_faults(faults: object, ranks: int) -> None:
@@ -380,28 +383,30 @@ class _FaultPlan:
             os.write(self._record, f"{line}\n".encode())
 
 
-class _FaultInjectingProcessGroup(_OriginalProcessGroup):
-    """A process group that injects faults into operations.
+class _FaultyExecutor(CollectiveExecutor):
+    """An executor with faults. Every collective passes `run`, with its arguments checked."""
 
-    Every operation passes exactly one of the overridden methods, with its arguments checked.
-    """
-
-    plan: _FaultPlan | None = None
-
-    def _run_collective(self, name: str, call: Any, *arguments: Any, **options: Any) -> dist.Work:
-        if self.plan is not None and self.plan.inject(name):
+    def run(self, name: str, call: Any, *arguments: Any) -> dist.Work:
+        if _plan is not None and _plan.inject(name):
             call = _do_nothing
-        return super()._run_collective(name, call, *arguments, **options)
+        return super().run(name, call, *arguments)
 
-    def _send(self, dst: int, tag: int, blocking: bool, tensors: list[torch.Tensor]) -> dist.Work:
-        if self.plan is not None and self.plan.inject("send"):
-            return FinishedMessage(tensors, dst)
-        return super()._send(dst, tag, blocking, tensors)
 
-    def _recv(self, src: int, tag: int, blocking: bool, tensors: list[torch.Tensor]) -> dist.Work:
-        if self.plan is not None and self.plan.inject("recv"):
-            return FinishedMessage(tensors, max(src, 0))
-        return super()._recv(src, tag, blocking, tensors)
+class _FaultyMessages(Messages):
+    """Messages with faults. Every message passes one of the methods, with its arguments checked."""
+
+    def send(self, operator: Any, dst: int, tag: int, blocking: bool) -> dist.Work:
+        if _plan is not None and _plan.inject("send"):
+            return FinishedWork(operator[2], dst)
+        return super().send(operator, dst, tag, blocking)
+
+    def recv(self, operator: Any, src: int, tag: int, blocking: bool) -> dist.Work:
+        if _plan is not None and _plan.inject("recv"):
+            return FinishedWork(operator[2], max(src, 0))
+        return super().recv(operator, src, tag, blocking)
+
+
+_plan: _FaultPlan | None = None
 
 
 def _do_nothing(_timeout: float) -> None:
