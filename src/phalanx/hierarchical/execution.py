@@ -275,7 +275,7 @@ def dissemination_rounds(layout: Layout) -> Iterator[tuple[int, int]]:
     """Yield the leaders to send to and to receive from in each round of a dissemination barrier.
 
     Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988. Each round
-    doubles the number of hosts from which a leader has heard, directly or indirectly.
+    doubles the number of hosts that a leader knows to have entered.
     """
     distance, hosts = 1, len(layout.hosts)
     while distance < hosts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import replace
@@ -405,36 +406,25 @@ def form_group(
         PhalanxError: The transport cannot be opened here or on another rank, or a rank did not open
             its transport in time.
     """
-    try:
-        opened = _open_transport(layout, records, store, transport, timeout)
-    except BaseException:
-        native.close()
-        raise
-    return HierarchicalGroup(native, layout, records, store, opened, make_formatter)
-
-
-def _open_transport(
-    layout: Layout, records: list[RankRecord], store: Store, transport: str, timeout: timedelta
-) -> Transport:
     end = time.monotonic() + timeout.total_seconds()
     rank_label = f"rank {layout.rank}/{layout.size}"
-    transport_store = PrefixStore("phalanx/transport", store)
-    try:
-        address = own_address(store, records)
-        opened = open_transport(transport, transport_store, layout.rank, layout.size, address)
-    except (TransportError, UsageError) as error:
-        reason = f"the transport {transport} is not available: {error}"
-        store.compare_set(_OPEN_KEY, "", f"on rank {layout.rank} {reason}")
-        if isinstance(error, UsageError):
-            raise
-        raise PhalanxError(f"[{rank_label}] {reason}") from None
-    try:
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(native.close)
+        try:
+            address = own_address(store, records)
+            transport_store = PrefixStore("phalanx/transport", store)
+            opened = open_transport(transport, transport_store, layout.rank, layout.size, address)
+        except (TransportError, UsageError) as error:
+            reason = f"the transport {transport} is not available: {error}"
+            store.compare_set(_OPEN_KEY, "", f"on rank {layout.rank} {reason}")
+            if isinstance(error, UsageError):
+                raise
+            raise PhalanxError(f"[{rank_label}] {reason}") from None
+        on_failure.callback(opened.close)
+        on_failure.callback(opened.abort)
         _wait_until_all_open(store, layout.size, rank_label, end)
-    except BaseException:
-        opened.abort()
-        opened.close()
-        raise
-    return opened
+        on_failure.pop_all()
+    return HierarchicalGroup(native, layout, records, store, opened, make_formatter)
 
 
 def _wait_until_all_open(store: Store, size: int, rank_label: str, end: float) -> None:

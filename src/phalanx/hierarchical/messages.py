@@ -356,37 +356,29 @@ class PostedReceive(Transfer):
     """A posted recv; its transfer is known once an envelope has announced its message.
 
     Args:
+        matcher: The posted recvs of the group.
         message: The message that the user waits for.
         data: The address of the buffer.
         size: The size of the buffer in bytes.
         number: The position of the recv among all posted recvs.
-        remove: Called with the recv when a message of this host has matched it.
     """
 
     def __init__(
-        self,
-        message: RemoteMessage,
-        data: int,
-        size: int,
-        number: int,
-        remove: Callable[[PostedReceive], None],
+        self, matcher: MessageMatcher, message: RemoteMessage, data: int, size: int, number: int
     ) -> None:
         self.message, self.number = message, number
-        self._remove = remove
+        self._matcher = matcher
         self._data, self._size = data, size
         self._resolved = threading.Event()
         self._claim_lock = threading.Lock()
         self._transfer: Transfer | None = None
         self._error: TransportError | None = None
-        self._group: _native.Group | None = None
         self._local: _native.Message | None = None
-        self._ranks: tuple[int, ...] = ()
 
-    def post_locally(self, group: _native.Group, ranks: tuple[int, ...]) -> None:
+    def post_locally(self) -> None:
         """Post the recv in this host's native group too."""
         fingerprint = self.message.header.fingerprint
-        self._group, self._ranks = group, ranks
-        self._local = group.irecv(
+        self._local = self._matcher.native.irecv(
             self._data, fingerprint.count, fingerprint.dtype, -1, fingerprint.sequence
         )
 
@@ -396,19 +388,19 @@ class PostedReceive(Transfer):
         It fails if a message of this host has arrived first.
         """
         with self._claim_lock:
-            if self._local is not None and self._group is not None:
-                if not self._group.withdraw(self._local, source):
+            if self._local is not None:
+                if not self._matcher.native.withdraw(self._local, source):
                     return False
                 self._local = None
             self.message.peer = source
         return True
 
-    def receive_data(self, header: Header, transport: Transport) -> None:
+    def receive_data(self, header: Header) -> None:
         """Receive the announced data, if they match this recv."""
         self.message.check_header(header)
         if not self.message.done and self._size:
-            data = bytes_at(self._data, self._size)
-            self._transfer = transport.recv(data, self.message.peer, data_tag(header.number))
+            data, tag = bytes_at(self._data, self._size), data_tag(header.number)
+            self._transfer = self._matcher.transport.recv(data, self.message.peer, tag)
         self._resolved.set()
 
     def fail(self, error: TransportError) -> None:
@@ -426,7 +418,7 @@ class PostedReceive(Transfer):
         end = time.monotonic() + timeout
         while not self._resolved.is_set():
             if self._has_local_message():
-                self._remove(self)
+                self._matcher.remove(self)
                 return True
             remaining = max(0.0, end - time.monotonic())
             self._resolved.wait(
@@ -447,12 +439,12 @@ class PostedReceive(Transfer):
     def _has_local_message(self) -> bool:
         """Return whether a message of this host has arrived."""
         with self._claim_lock:
-            local, group = self._local, self._group
-            if local is None or group is None or not (local.done or group.test(local)):
+            local, matcher = self._local, self._matcher
+            if local is None or not (local.done or matcher.native.test(local)):
                 return False
             if local.status is not None:
                 raise TransportError(-1, "the group is broken")
-            self.message.peer = self._ranks[local.peer]
+            self.message.peer = matcher.layout.ranks[local.peer]
         return True
 
 
@@ -482,9 +474,9 @@ class MessageMatcher:
         transport: Transport,
         handle_connection_lost: Callable[[ConnectionLost], bool],
     ) -> None:
-        self._native = native
-        self._layout = layout
-        self._transport = transport
+        self.native = native
+        self.layout = layout
+        self.transport = transport
         self._handle_connection_lost = handle_connection_lost
         self._lock = threading.RLock()
         self._sequence = itertools.count()
@@ -507,20 +499,20 @@ class MessageMatcher:
         """
         source, tag = message.peer, message.header.fingerprint.sequence
         with self._lock:
-            receive = PostedReceive(message, data, size, next(self._sequence), self._remove)
+            receive = PostedReceive(self, message, data, size, next(self._sequence))
             message.transfers.append(receive)
             unexpected = self._take_unexpected(source, tag)
             if unexpected is not None:
                 receive.claim(unexpected.source)
                 if source < 0:
                     message.record_begin()
-                receive.receive_data(unexpected.header, self._transport)
+                receive.receive_data(unexpected.header)
                 return
             if source in self._lost_senders:
                 receive.fail(self._lost_senders[source])
                 return
             if source < 0:  # even if this rank is alone on its host: it may send to itself
-                receive.post_locally(self._native, self._layout.ranks)
+                receive.post_locally()
             self._posted.setdefault((source, tag), deque()).append(receive)
             for sender in self._remote_ranks if source < 0 else [source]:
                 if sender not in self._senders:
@@ -536,7 +528,7 @@ class MessageMatcher:
     def _post_envelope_receive(self, sender: int) -> None:
         """Post a receive for the next envelope of a rank."""
         data = bytearray(Header.SIZE)
-        transfer = self._transport.recv(memoryview(data), sender, ENVELOPES_TAG)
+        transfer = self.transport.recv(memoryview(data), sender, ENVELOPES_TAG)
         transfer.add_done_callback(lambda: self._handle_envelope(sender, data, transfer))
 
     def _handle_envelope(self, sender: int, data: bytearray, transfer: Transfer) -> None:
@@ -559,7 +551,7 @@ class MessageMatcher:
         while (receive := self._take_posted(sender, tag)) is not None:
             if receive.claim(sender):
                 try:
-                    receive.receive_data(header, self._transport)
+                    receive.receive_data(header)
                 except TransportError as error:
                     receive.fail(error)
                     raise
@@ -579,7 +571,7 @@ class MessageMatcher:
         oldest = min(keys, key=lambda key: self._unexpected[key][0].number, default=None)
         return None if oldest is None else _pop_first(self._unexpected, oldest)
 
-    def _remove(self, receive: PostedReceive) -> None:
+    def remove(self, receive: PostedReceive) -> None:
         """Remove a recv from any source that a message of this host has matched."""
         key = (-1, receive.message.header.fingerprint.sequence)
         with self._lock:
@@ -595,8 +587,8 @@ class MessageMatcher:
             return
         all_lost = len(self._lost_senders) == len(self._remote_ranks)
         if all_lost:
-            self._native.expect_remote(False)
-        is_alone = all_lost and len(self._layout.ranks) == 1 and not self.sends_to_self
+            self.native.expect_remote(False)
+        is_alone = all_lost and len(self.layout.ranks) == 1 and not self.sends_to_self
         for source, tag in list(self._posted):
             if everything or source in self._lost_senders or (source < 0 and is_alone):
                 error = self._lost_senders.get(source, next(iter(self._lost_senders.values())))
