@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,12 +88,10 @@ class CollectiveExecutor:
                 inputs = [] if subject is None else [subject]
             # All forms of an operation have one name, as in PyTorch's backends.
             kind = name.removesuffix("_coalesced").removesuffix("_single")
-            event = f"{operator[0].name()}:{kind}"
-
-            def run() -> Work:
-                recorded = record_call(event, inputs, call) if is_profiling() else call
-                return self.run(name, recorded, subject, opts, outputs, None, op, root, keep_alive)
-
+            event = f"{operator[0].name()}:{kind}", inputs
+            # A closure here would cost every call the cells of its variables.
+            arguments = subject, opts, outputs, None, op, root, keep_alive
+            run = partial(self._run_recorded, event, name, call, *arguments)
             return run_observed(operator, inputs, run)
         membership = self._membership
         timeout = timeout_seconds(opts.timeout, membership.timeout)
@@ -105,6 +104,16 @@ class CollectiveExecutor:
             if flat is not tensor:
                 copy_back(tensor, flat)
         return _DONE
+
+    def _run_recorded(
+        self,
+        event: tuple[str, Sequence[torch.Tensor]],
+        name: str,
+        call: NativeCall,
+        *arguments: Any,
+    ) -> Work:
+        """Run an operation that dispatch modes have seen, with an event of the profiler."""
+        return self.run(name, record_call(*event, call) if is_profiling() else call, *arguments)
 
     def _enqueue(
         self,

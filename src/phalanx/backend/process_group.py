@@ -410,10 +410,12 @@ class ProcessGroup(dist.ProcessGroup):
         outputs = tensors_per_rank(output_tensors, self._size, name, "outputs")
         check_same_kind(outputs, tensor, name, sized_indices=(self._rank,))
         flat = prepare_input(tensor, name)
-        flats = [prepare_output(output, name) for output in outputs]
+        pairs = [(output, prepare_output(output, name)) for output in outputs]
+        flats = [output for _, output in pairs]
         code = dtype_code(tensor.dtype, name)
         native = self._membership.native
-        addresses, counts = addresses_of(flats), counts_of(flats)
+        addresses = [output.data_ptr() for output in flats]
+        counts = [output.numel() for output in flats]
         if counts == [flat.numel()] * self._size:
             if is_misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
                 flat = flat.clone()
@@ -428,7 +430,6 @@ class ProcessGroup(dist.ProcessGroup):
                 partial(native.broadcast, addresses[root], counts[root], code, root)
                 for root in range(self._size)
             )
-        pairs = list(zip(outputs, flats, strict=True))
         operator = self, "allgather", [outputs], [tensor], opts
         return self._executor.run(name, call, tensor, opts, pairs, operator, 0, -1, flat)
 
