@@ -112,9 +112,10 @@ def propagate_deadlock(broken: _native.Group, groups: Iterable[_native.Group]) -
 def running_collective(native: _native.Group) -> int:
     """Return the number of the collective that the group's thread is in; 0 if there is none."""
     recorder = native.flight_recorder(native.rank, 0)
-    for operation in _group_thread_operations(recorder) if recorder else ():
-        if is_in_group(recorder, operation, native.identity):
-            return int(operation["number"])
+    if recorder is not None:
+        for operation in _group_thread_operations(recorder):
+            if is_in_group(recorder, operation, native.identity):
+                return int(operation["number"])
     return 0
 
 
@@ -135,7 +136,8 @@ def _find_waiting_peer(
         recorder = recorders[pid]
         wait = _blocking_collective(recorder) if recorder else None
         if (
-            wait
+            recorder
+            and wait
             and is_in_group(recorder, wait, group.identity)
             and _has_not_entered(own_recorder, group.identity, wait["sequence"])
         ):

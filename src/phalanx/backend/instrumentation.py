@@ -116,7 +116,7 @@ def _run_through_operator(operator: OperatorCall, run: Callable[[], dist.Work]) 
     group, method, *arguments = operator
     rank_and_size = group.rank(), group.size()
     if rank_and_size not in _base_groups:
-        _base_groups[rank_and_size] = dist.ProcessGroup(*rank_and_size)  # type: ignore[call-arg,arg-type]
+        _base_groups[rank_and_size] = dist.ProcessGroup(*rank_and_size)  # type: ignore[call-arg]
     has_wrapper = any(map(is_wrapper, tree_leaves(arguments)))
     execution = (
         _UnwrappingMode(group, method, arguments)

@@ -105,15 +105,16 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup:
     members, store = options.global_ranks_in_group, _attempt_store(options.store)
     recorder.open_for_group(store, rank, size)
     describe_missing = partial(_describe_missing, members)
-    store, layout, rank_records, native = topology.join(
+    store, layout, rank_records, local = topology.join(
         store, rank, size, options.timeout, name, members, describe_missing, transport
     )
+    native: Any = local
     if len(layout.hosts) > 1:
         # Groups of one host, the common case, do not need the modules of `hierarchical`.
         from phalanx.hierarchical import form_group
 
         native = form_group(
-            native, layout, rank_records, store, transport, options.timeout, FailureFormatter
+            local, layout, rank_records, store, transport, options.timeout, FailureFormatter
         )
     torch_patches.apply(ProcessGroup)
     if os.environ.get("TORCH_DIST_NAN_CHECK") == "1":
@@ -188,6 +189,10 @@ class ProcessGroup(dist.ProcessGroup):
     supports_reconfigure = False
     supports_window = False
 
+    # Fault injection replaces these.
+    executor_class = CollectiveExecutor
+    messages_class = Messages
+
     def __init__(
         self, native: Any, store: Store, rank: int, size: int, name: str, timeout: timedelta
     ) -> None:
@@ -203,8 +208,8 @@ class ProcessGroup(dist.ProcessGroup):
         self.transport = ""
         """The name of the transport between hosts, if there are several."""
         self._membership = Membership(native, rank, size, name, timeout.total_seconds())
-        self._executor = CollectiveExecutor(self._membership)
-        self._messages = Messages(self._membership, size)
+        self._executor = self.executor_class(self._membership)
+        self._messages = self.messages_class(self._membership, size)
         self._nccl = NcclChild(store, rank, size, timeout)
 
     # Properties of the group.

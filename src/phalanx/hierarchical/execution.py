@@ -46,7 +46,9 @@ _SMALL_BYTES = 64 * 1024
 LEADER = 0
 """The local rank of a host's leader."""
 
-ELEMENT_SIZES = {number: getattr(torch, name).itemsize for name, number in _native.DTYPES.items()}
+ELEMENT_SIZES: dict[int, int] = {
+    number: getattr(torch, name).itemsize for name, number in _native.DTYPES.items()
+}
 """Element sizes of the core's dtypes, in bytes."""
 _SUM = _native.REDUCE_OPS["sum"]
 _AVG = _native.REDUCE_OPS["avg"]

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from phalanx.backend import process_group
 from phalanx.backend.execution import CollectiveExecutor
 from phalanx.backend.messages import Messages
+from phalanx.backend.process_group import ProcessGroup
 from phalanx.backend.work import FinishedWork
 from phalanx.errors import UsageError
 
@@ -277,16 +277,16 @@ def enable_faults(
     _check_number("enable_faults: rank", rank, 0)
     check_faults(faults, 2**31)
     _plan = _FaultPlan(faults, rank, record)
-    process_group.CollectiveExecutor = _FaultyExecutor  # type: ignore[misc]
-    process_group.Messages = _FaultyMessages  # type: ignore[misc]
+    ProcessGroup.executor_class = _FaultyExecutor
+    ProcessGroup.messages_class = _FaultyMessages
 
 
 def disable_faults() -> None:
     """Discard all faults; groups formed from now on have the backend's own parts."""
     global _plan  # noqa: PLW0603
     _plan = None
-    process_group.CollectiveExecutor = CollectiveExecutor  # type: ignore[misc]
-    process_group.Messages = Messages  # type: ignore[misc]
+    ProcessGroup.executor_class = CollectiveExecutor
+    ProcessGroup.messages_class = Messages
 
 
 def check_faults(faults: object, ranks: int) -> None:
