@@ -41,10 +41,10 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from phalanx.backend.membership import abort as abort
-    from phalanx.backend.membership import host_ranks as host_ranks
+    from phalanx.backend.operands import empty_shared as empty_shared
     from phalanx.backend.options import Options as Options
-    from phalanx.backend.shared_tensors import empty_shared as empty_shared
+    from phalanx.backend.process_group import abort as abort
+    from phalanx.backend.process_group import host_ranks as host_ranks
     from phalanx.errors import Aborted as Aborted
     from phalanx.errors import CheckpointError as CheckpointError
     from phalanx.errors import CollectiveMismatch as CollectiveMismatch
@@ -69,9 +69,9 @@ _MODULES = {
     "PhalanxError": "phalanx.errors",
     "Session": "phalanx.launcher.init",
     "UsageError": "phalanx.errors",
-    "abort": "phalanx.backend.membership",
-    "empty_shared": "phalanx.backend.shared_tensors",
-    "host_ranks": "phalanx.backend.membership",
+    "abort": "phalanx.backend.process_group",
+    "empty_shared": "phalanx.backend.operands",
+    "host_ranks": "phalanx.backend.process_group",
     "init": "phalanx.launcher.init",
     "launch": "phalanx.launcher.launch",
     "report": "phalanx.observe.recorder",

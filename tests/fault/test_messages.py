@@ -112,7 +112,7 @@ def leave_in_another_thread(how: str) -> None:
     thread.start()
     assert waiting.wait(10)
     group: Any = dist.group.WORLD
-    while group._native.outstanding == 0:
+    while group._membership.native.outstanding == 0:
         time.sleep(0.001)
     group.shutdown() if how == "shutdown" else group.abort()
     thread.join(5)

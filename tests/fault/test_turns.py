@@ -40,7 +40,7 @@ def wait_behind_another_thread(seconds: float) -> tuple[str, str, float]:
 
     thread = threading.Thread(target=first)
     thread.start()
-    native = dist.group.WORLD._native
+    native = dist.group.WORLD._membership.native
     limit = time.monotonic() + 20
     while native.sequence < 2 and time.monotonic() < limit:
         time.sleep(0.001)
@@ -75,7 +75,7 @@ def interrupt_wait_for_another_thread() -> str:
 
     other = threading.Thread(target=first)
     other.start()
-    native = dist.group.WORLD._native
+    native = dist.group.WORLD._membership.native
     limit = time.monotonic() + 20
     while native.sequence < 2 and time.monotonic() < limit:
         time.sleep(0.001)

@@ -166,7 +166,7 @@ def exit_without_leaving() -> list[float]:
         dist.send(tensor, 0)
         return []
     dist.recv(tensor, 2)
-    pid = int(dist.group.WORLD._native.pid(2))  # type: ignore[union-attr]
+    pid = int(dist.group.WORLD._membership.native.pid(2))  # type: ignore[union-attr]
     end = time.monotonic() + LIMIT
     while Path(f"/proc/{pid}").exists() and _process_state(pid) != "Z":
         assert time.monotonic() < end
@@ -201,7 +201,7 @@ def leave_while_waiting() -> str:
             errors.append(error)
 
     thread = threading.Thread(target=wait)
-    matcher: MessageMatcher = dist.group.WORLD._native._matcher  # type: ignore[union-attr]
+    matcher: MessageMatcher = dist.group.WORLD._membership.native._matcher  # type: ignore[union-attr]
     thread.start()
     end = time.monotonic() + LIMIT
     while not matcher._posted:
@@ -225,7 +225,7 @@ def many_local_recvs() -> tuple[int, int]:
         elif rank == 1:
             dist.send(torch.ones(1), 0, tag=number)
     dist.barrier()
-    matcher: MessageMatcher = dist.group.WORLD._native._matcher  # type: ignore[union-attr]
+    matcher: MessageMatcher = dist.group.WORLD._membership.native._matcher  # type: ignore[union-attr]
     return len(matcher._posted), len(matcher._unexpected)
 
 

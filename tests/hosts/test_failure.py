@@ -344,7 +344,7 @@ def send_to_dead_rank() -> bool:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     group: Any = dist.group.WORLD
-    native = group._native
+    native = group._membership.native
     slow = native._transport = native._propagator._transport = SlowTransport(native._transport)
     with pytest.raises(phalanx.PeerLost):
         dist.send(torch.ones(100_000), 1)

@@ -46,7 +46,7 @@ with phalanx.init(timeout=8 if scenario in ("cut", "slow") else 30) as session:
         " ".join({c.laddr.ip for c in process.net_connections() if c.status == "LISTEN"})
         for process in (psutil.Process(), psutil.Process(os.getppid()))
     ]
-    kind = type(dist.group.WORLD._native).__name__
+    kind = type(dist.group.WORLD._membership.native).__name__
     print("sum", total, "group", kind, "listens", *listens, sep="|", flush=True)
     if scenario == "fine":
         sys.exit()

@@ -92,12 +92,12 @@ def test_results_are_reproducible_and_equal_on_all_ranks(ranks: RankServer, host
 
 def group_types() -> tuple[str, list[str]]:
     """Return the types of the native groups of the default group and of subgroups."""
-    world = type(dist.group.WORLD._native).__name__  # type: ignore[union-attr]
+    world = type(dist.group.WORLD._membership.native).__name__  # type: ignore[union-attr]
     kinds = []
     for members in ([0, 1], [2, 3], [1, 2], [0, 1, 2], [3]):
         group = dist.new_group(members)
         if dist.get_rank() in members:
-            kinds.append(type(group._native).__name__)  # type: ignore[union-attr]
+            kinds.append(type(group._membership.native).__name__)  # type: ignore[union-attr]
             tensor = torch.ones(5)
             dist.all_reduce(tensor, group=group)
             assert (tensor == len(members)).all()

@@ -20,7 +20,8 @@ import os, torch, torch.distributed as dist, phalanx
 with phalanx.init(transport="gloo") as session:
     tensor = torch.ones(4)
     dist.all_reduce(tensor)
-    print(os.environ["PHALANX_HOST_ID"], type(dist.group.WORLD._native).__name__, tensor.tolist())
+    native = dist.group.WORLD._membership.native
+    print(os.environ["PHALANX_HOST_ID"], type(native).__name__, tensor.tolist())
 """
 
 

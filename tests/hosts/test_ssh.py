@@ -118,7 +118,7 @@ import torch, torch.distributed as dist, phalanx
 with phalanx.init() as session:
     tensor = torch.full((300_000,), float(session.rank + 1))
     dist.all_reduce(tensor)
-    kind = type(dist.group.WORLD._native).__name__
+    kind = type(dist.group.WORLD._membership.native).__name__
     print("sum", tensor[0].item(), kind, os.uname().nodename, os.getcwd())
     print(sys.argv[1:], os.environ["TOKEN"], os.environ["OTHER"], os.environ.get("COLUMNS"))
     for line in range(300):

@@ -105,7 +105,7 @@ def enter_last(kind: str) -> None:
             dist.barrier()
         return
     deadline = time.monotonic() + 60
-    while not native._native.is_awaited():
+    while not native._membership.native.is_awaited():
         assert time.monotonic() < deadline
     work = dist.all_reduce(tensor := torch.ones(100), async_op=True)
     assert work is not None
@@ -116,9 +116,9 @@ def enter_last(kind: str) -> None:
         return
     assert (tensor == dist.get_world_size()).all()
     assert work.get_future().wait()[0] is tensor
-    assert native._collective_thread._thread is None  # not started, since not needed
+    assert native._membership.collective_thread._thread is None  # not started, since not needed
     dist.barrier()  # the recorder has the caller's thread, and its line
-    done = {each["kind"]: each for each in native._native.flight_recorder(1, 8)["done"]}
+    done = {each["kind"]: each for each in native._membership.native.flight_recorder(1, 8)["done"]}
     assert done["barrier"]["thread"] == done["all_reduce"]["thread"] == 0
     assert done["barrier"]["site"] != done["all_reduce"]["site"]
 

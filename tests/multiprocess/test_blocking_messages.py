@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from phalanx.backend import cuda
 from phalanx.backend import messages as messages_module
+from phalanx.backend.messages import Messages
 from phalanx.backend.process_group import ProcessGroup
 from tests.ranks import RankServer
 
@@ -19,13 +20,13 @@ def messages(as_for_cuda: bool) -> list[str]:
         for name in ("send", "recv"):
             setattr(ProcessGroup, name, cuda._delegate_to_nccl(name, getattr(ProcessGroup, name)))
     posted: list[str] = []
-    under_way = ProcessGroup._make_message_work
+    under_way = Messages._make_work
 
-    def post(self: ProcessGroup, name: str, *arguments: object) -> dist.Work:
+    def post(self: Messages, name: str, *arguments: object) -> dist.Work:
         posted.append(name)
         return under_way(self, name, *arguments)  # type: ignore[arg-type]
 
-    ProcessGroup._make_message_work = post  # type: ignore[method-assign,assignment]
+    Messages._make_work = post  # type: ignore[method-assign,assignment]
     rank, tensor = dist.get_rank(), torch.full((5,), -1.0)
     for _ in range(3):
         if rank == 0:

@@ -407,7 +407,7 @@ def wrapped_methods(enabled: bool) -> set[str]:
         group: Any = dist.group.WORLD
         dist.barrier()
     assert type(group) is ProcessGroup
-    return {"_run_collective", "_send", "_recv"} & vars(group).keys()
+    return {"run", "send", "recv"} & (vars(group._executor).keys() | vars(group._messages).keys())
 
 
 def test_without_faults_no_method_of_the_group_is_wrapped(runner: FaultRunner) -> None:

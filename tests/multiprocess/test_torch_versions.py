@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx import rpc
-from phalanx.backend.membership import Membership
+from phalanx.backend.process_group import ProcessGroup
 from phalanx.parallel import SharedDataParallel
 from phalanx.torch_versions import all_gather_single, reduce_scatter_single
 from phalanx.train import Checkpointer
@@ -162,7 +162,7 @@ EXPECTED: dict[str, tuple[tuple[Any, ...], Any]] = {
     "_get_reconfigure_handle": ((), NotImplementedError),
     "_reconfigure": ((1, ["handle"]), NotImplementedError),
     "_new_window": ((), NotImplementedError),
-    "get_backend_impl": ((), Membership),
+    "get_backend_impl": ((), ProcessGroup),
     "set_timeout": ((timedelta(seconds=33),), None),
 }
 
@@ -172,8 +172,8 @@ def check_answer(function: Callable[..., Any], expected: tuple[tuple[Any, ...], 
     if answer is NotImplementedError:
         with pytest.raises(NotImplementedError, match="is not supported"):
             function(*arguments)
-    elif answer is Membership:
-        assert isinstance(function(*arguments), Membership)
+    elif answer is ProcessGroup:
+        assert isinstance(function(*arguments), ProcessGroup)
     else:
         assert function(*arguments) is answer
 

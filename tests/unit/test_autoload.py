@@ -74,7 +74,7 @@ dist.destroy_process_group()
             "_native address backend transports env errors observe system topology torch_versions"
         ).split()
     }
-    assert "phalanx.backend.multihost" not in names
+    assert "phalanx.hierarchical" not in names
 
 
 def test_modules_that_the_entry_point_imports() -> None:

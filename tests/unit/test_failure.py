@@ -382,7 +382,7 @@ def test_abort_reason() -> None:
 def test_failure_of_several_hosts_has_one_kind_on_all_ranks(code: str, kept: str) -> None:
     """This includes ranks that cannot reach the store, and learn it from their host's group."""
     group: Any = Group()
-    words = FailureFormatter(lambda: group)
+    words = FailureFormatter(group)
     why = words.abort_reason(GroupFailure(code, "rank 3 waited for rank 0", 3, 0))
     group.recorders[3] = recorder_content(
         groups=[{"identity": 77, "name": "0", "left_at": "", "abort_reason": why}]
@@ -392,7 +392,7 @@ def test_failure_of_several_hosts_has_one_kind_on_all_ranks(code: str, kept: str
 
 def test_abort_of_several_hosts() -> None:
     group: Any = Group()
-    words = FailureFormatter(lambda: group)
+    words = FailureFormatter(group)
     why = words.abort_reason(
         GroupFailure("aborted", "the group was aborted by rank 0: loss is NaN", 0)
     )

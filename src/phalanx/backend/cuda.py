@@ -195,29 +195,16 @@ def delegate_cuda(*names: str) -> Callable[[type[_T]], type[_T]]:
 
 
 def _delegate_to_nccl(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    if name == "recv_anysource":
-        return _reject_nccl_source(method)
-    is_message = name in ("send", "recv")
-
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
         tensor = find_cuda_tensor(arguments)
-        if tensor is not None:
-            peer = arguments[1] if is_message else None
+        if tensor is not None and name == "recv_anysource":
+            self._nccl.check_any_source(tensor.device)
+        elif tensor is not None:
+            peer = arguments[1] if name in ("send", "recv") else None
             group = self._nccl.group_for(tensor.device, peer)
             if group is not None:
                 return getattr(group, name)(*arguments, **options)
-        return method(self, *arguments, **options)
-
-    return call
-
-
-def _reject_nccl_source(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(self: Any, *arguments: Any, **options: Any) -> Any:
-        tensor = find_cuda_tensor(arguments)
-        if tensor is not None:
-            self._nccl.check_any_source(tensor.device)
         return method(self, *arguments, **options)
 
     return call

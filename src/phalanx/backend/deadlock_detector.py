@@ -19,10 +19,15 @@ and `phalanx explain`.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from phalanx.backend import peer_state
-from phalanx.backend.call_site import short_site
+from phalanx.backend.peer_state import (
+    Record,
+    abort_reason,
+    find_group_record,
+    format_site,
+    is_in_group,
+)
 from phalanx.observe.escape import escape
 from phalanx.observe.recorder_reader import parse_rank_ranges
 
@@ -30,8 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from phalanx import _native
-
-Record = dict[str, Any]
 
 _HISTORY = 64
 _MAX_CYCLE_LENGTH = 16
@@ -98,7 +101,7 @@ def propagate_deadlock(broken: _native.Group, groups: Iterable[_native.Group]) -
     if own_recorder is None or _has_other_threads(own_recorder):
         return
     # In a group of several hosts the status has the reason, on one host the reporter's recorder.
-    reason = getattr(status, "message", "") or peer_state.abort_reason(broken, status.reporter)
+    reason = getattr(status, "message", "") or abort_reason(broken, status.reporter)
     recorders: dict[int, Record | None] = {}
     for group in groups:
         peer = None if group.failure() else _find_waiting_peer(own_recorder, group, recorders)
@@ -109,17 +112,10 @@ def propagate_deadlock(broken: _native.Group, groups: Iterable[_native.Group]) -
 def running_collective(native: _native.Group) -> int:
     """Return the number of the collective that the group's thread is in; 0 if there is none."""
     recorder = native.flight_recorder(native.rank, 0)
-    if recorder is None:
-        return 0
-    identities = {
-        index: group_record["identity"] for index, group_record in enumerate(recorder["groups"])
-    }
-    for operation in recorder["open"]:
-        if (
-            operation["thread"] == _GROUP_THREAD
-            and identities.get(operation["group"]) == native.identity
-        ):
-            return int(operation["number"])
+    if recorder is not None:
+        for operation in _group_thread_operations(recorder):
+            if is_in_group(recorder, operation, native.identity):
+                return int(operation["number"])
     return 0
 
 
@@ -130,9 +126,7 @@ def _find_waiting_peer(
 
     Returns None if there is no such rank.
     """
-    group_record = next(
-        (each for each in own_recorder["groups"] if each["identity"] == group.identity), None
-    )
+    group_record = find_group_record(own_recorder, group.identity)
     for peer in range(group_record["size"] if group_record else 0):
         if peer == group.rank:
             continue
@@ -142,12 +136,11 @@ def _find_waiting_peer(
         recorder = recorders[pid]
         wait = _blocking_collective(recorder) if recorder else None
         if (
-            not recorder
-            or not wait
-            or recorder["groups"][wait["group"]]["identity"] != group.identity
+            recorder
+            and wait
+            and is_in_group(recorder, wait, group.identity)
+            and _has_not_entered(own_recorder, group.identity, wait["sequence"])
         ):
-            continue
-        if _has_not_entered(own_recorder, group.identity, wait["sequence"]):
             return peer
     return None
 
@@ -176,14 +169,12 @@ def _has_not_entered(recorder: Record, identity: int, sequence: int) -> bool:
 
     If a thread of the group is in an earlier collective, it may have more queued.
     """
-    indices = [
-        i
-        for i, group_record in enumerate(recorder["groups"])
-        if group_record["identity"] == identity
-    ]
-    if not indices or recorder["groups"][indices[-1]]["sequence"] >= sequence:
+    group_record = find_group_record(recorder, identity)
+    if group_record is None or group_record["sequence"] >= sequence:
         return False
-    return not any(each["group"] == indices[-1] for each in _group_thread_operations(recorder))
+    return not any(
+        is_in_group(recorder, each, identity) for each in _group_thread_operations(recorder)
+    )
 
 
 def _has_other_threads(recorder: Record) -> bool:
@@ -232,21 +223,12 @@ def _find_wait(recorder: Record) -> _Wait | None:
     members = parse_rank_ranges(group_record["members"])
     if not 0 <= peer < len(members):
         return None
-    site = f" at {escape(short_site(wait['site']))}" if wait["site"] else ""
     description = (
         f"rank {recorder['rank']} waits in {wait['kind']} #{wait['sequence']} of group "
-        f"'{escape(group_record['name'])}'{site} for rank {members[peer]}"
+        f"'{escape(group_record['name'])}'{format_site(wait['site'])} for rank {members[peer]}"
     )
-    identity = group_record["identity"]
-    return _Wait(
-        recorder["rank"],
-        wait["number"],
-        wait["sequence"],
-        identity,
-        members[peer],
-        peer,
-        description,
-    )
+    identity, number, sequence = group_record["identity"], wait["number"], wait["sequence"]
+    return _Wait(recorder["rank"], number, sequence, identity, members[peer], peer, description)
 
 
 def _read_peer_recorder(wait: _Wait, groups: dict[int, _native.Group]) -> Record | None:
@@ -255,24 +237,16 @@ def _read_peer_recorder(wait: _Wait, groups: dict[int, _native.Group]) -> Record
         return groups[wait.identity].flight_recorder(wait.peer_in_group, _HISTORY)
     for group in groups.values():
         own_recorder = group.flight_recorder(group.rank, 0)
-        group_records = own_recorder["groups"] if own_recorder else []
-        members = next(
-            (
-                parse_rank_ranges(group_record["members"])
-                for group_record in group_records
-                if group_record["identity"] == group.identity
-            ),
-            (),
-        )
+        group_record = find_group_record(own_recorder, group.identity)
+        members = parse_rank_ranges(group_record["members"]) if group_record else ()
         if wait.peer in members:
             return group.flight_recorder(members.index(wait.peer), _HISTORY)
     return None
 
 
 def _break_cycle(cycle: tuple[_Wait, ...], groups: dict[int, _native.Group]) -> None:
-    reason = "ranks use groups in different orders: " + ", ".join(
-        wait.description for wait in cycle
-    )
+    waits = ", ".join(wait.description for wait in cycle)
+    reason = f"ranks use groups in different orders: {waits}"
     for wait in cycle:
         if wait.identity in groups:
             groups[wait.identity].abort_deadlock(wait.peer_in_group, reason)

@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from phalanx import _native
-from phalanx.backend import lifetime
 from phalanx.backend.call_site import call_site, short_site
 from phalanx.backend.failure import status_error, wait_timeout_error
 from phalanx.backend.instrumentation import (
-    EVENT_NAMES,
     OperatorCall,
     active_mode_count,
     is_profiling,
     is_wrapper,
     record_call,
-    record_event,
-    run_through_operator,
+    run_observed,
 )
-from phalanx.backend.messages import Messages
+from phalanx.backend.membership import propagate_deadlock
 from phalanx.backend.operands import OP_NAMES, copy_back, format_tensor
-from phalanx.backend.work import (
-    CollectiveWork,
-    CompositeWork,
-    FinishedWork,
-    timeout_seconds,
-)
+from phalanx.backend.work import CollectiveWork, FinishedWork, timeout_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
+    from torch.distributed import Work
+
+    from phalanx.backend.collectives import NativeCall
+    from phalanx.backend.membership import Membership
     from phalanx.errors import PhalanxError
 
-NativeCall = Callable[[float], "_native.Status | None"]
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 _DONE = FinishedWork([])
@@ -47,10 +40,19 @@ _PLAIN = (torch.Tensor, type(None))
 _SMALL_BYTES = 256 * 1024
 
 
-class CollectiveExecutor(Messages):
-    """A group whose collectives run one after another, in the order of their calls."""
+class CollectiveExecutor:
+    """The execution of a group's collectives, one after another in the order of their calls.
 
-    def _run_collective(
+    Args:
+        membership: The membership of this rank in the group.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self.coalesced_works: list[Work] | None = None
+        """The works of the operations that are being coalesced."""
+
+    def run(
         self,
         name: str,
         call: NativeCall,
@@ -62,7 +64,7 @@ class CollectiveExecutor(Messages):
         root: int = -1,
         keep_alive: object = None,
         inputs: Sequence[torch.Tensor] | None = None,
-    ) -> dist.Work:
+    ) -> Work:
         """Run now, or in the group's thread if asynchronous or if others are queued there.
 
         Args:
@@ -77,30 +79,41 @@ class CollectiveExecutor(Messages):
             keep_alive: An object that must live until the operation has ended.
             inputs: The tensors whose shapes the profiler records; `subject` if None.
         """
-        if (
+        if operator is not None and (
             active_mode_count()
             or is_profiling()
             or (type(subject) not in _PLAIN and is_wrapper(subject))
         ):
-            if operator is not None:
-                execute = partial(self._run_collective, name, call, subject, opts, outputs, None)
-                run = partial(execute, op, root, keep_alive, inputs)
-                if active_mode_count() or is_wrapper(subject):
-                    return run_through_operator(self, operator, run)
-                with record_event(EVENT_NAMES[operator[0]], _profiled_tensors(subject, inputs)):
-                    return run()
-            if is_profiling():
-                call = self._record_call(name, call, _profiled_tensors(subject, inputs))
-        timeout = timeout_seconds(opts.timeout, self._timeout)
-        if opts.asyncOp or self._collective_thread.pending:
+            if inputs is None:
+                inputs = [] if subject is None else [subject]
+            # All forms of an operation have one name, as in PyTorch's backends.
+            kind = name.removesuffix("_coalesced").removesuffix("_single")
+            event = f"{operator[0].name()}:{kind}", inputs
+            # A closure here would cost every call the cells of its variables.
+            arguments = subject, opts, outputs, None, op, root, keep_alive
+            run = partial(self._run_recorded, event, name, call, *arguments)
+            return run_observed(operator, inputs, run)
+        membership = self._membership
+        timeout = timeout_seconds(opts.timeout, membership.timeout)
+        if opts.asyncOp or membership.collective_thread.pending:
             return self._enqueue(name, call, subject, opts, outputs, op, root, keep_alive, timeout)
         status = call(timeout)
         if status is not None:
-            raise self._collective_error(status, name, subject, op, root, timeout, call_site())
+            raise self._error(status, name, subject, op, root, timeout, call_site())
         for tensor, flat in outputs:
             if flat is not tensor:
                 copy_back(tensor, flat)
         return _DONE
+
+    def _run_recorded(
+        self,
+        event: tuple[str, Sequence[torch.Tensor]],
+        name: str,
+        call: NativeCall,
+        *arguments: Any,
+    ) -> Work:
+        """Run an operation that dispatch modes have seen, with an event of the profiler."""
+        return self.run(name, record_call(*event, call) if is_profiling() else call, *arguments)
 
     def _enqueue(
         self,
@@ -113,8 +126,9 @@ class CollectiveExecutor(Messages):
         root: int,
         keep_alive: object,
         timeout: float,
-    ) -> dist.Work:
+    ) -> Work:
         site_number, call_time = _native.call_site(), time.monotonic()
+        membership = self._membership
         runs_inline = self._can_run_inline(subject)
 
         def run(_keep_alive: object = keep_alive) -> None:
@@ -123,29 +137,26 @@ class CollectiveExecutor(Messages):
             status = call(timeout)
             if status is not None:
                 site = short_site(_native.call_site_text(site_number))
-                raise self._collective_error(status, name, subject, op, root, timeout, site)
+                raise self._error(status, name, subject, op, root, timeout, site)
             for tensor, flat in outputs:
                 copy_back(tensor, flat)
 
         def wait_error(seconds: float, has_begun: bool) -> PhalanxError:
             site = short_site(_native.call_site_text(site_number))
-            operation = self._describe(
-                name if has_begun else f"queued {name}", subject, op, root, site, has_begun
-            )
-            return wait_timeout_error(
-                self._native, self._rank, self._rank_label, operation, seconds, call_time
-            )
+            queued_name = name if has_begun else f"queued {name}"
+            operation = self._describe(queued_name, subject, op, root, site, has_begun)
+            return wait_timeout_error(membership, operation, seconds, call_time)
 
         results = [tensor for tensor, _ in outputs] or ([] if subject is None else [subject])
-        work = CollectiveWork(run, results, self._native, wait_error)
+        work = CollectiveWork(run, results, membership.native, wait_error)
         if runs_inline:
             work.execute()
             if isinstance(error := work.exception(), KeyboardInterrupt):
                 raise error
         else:
-            self._collective_thread.submit(work.execute)
-        if self._coalesced_works is not None:
-            self._coalesced_works.append(work)
+            membership.collective_thread.submit(work.execute)
+        if self.coalesced_works is not None:
+            self.coalesced_works.append(work)
         if not opts.asyncOp:
             work.wait()
         return work
@@ -156,10 +167,12 @@ class CollectiveExecutor(Messages):
         If all other ranks already wait for it, there is nothing left to overlap with. For a small
         operation, the switch to another thread and back takes longer than the operation.
         """
-        is_small = subject is None or subject.numel() * subject.element_size() <= _SMALL_BYTES
-        return is_small and not self._collective_thread.pending and self._native.is_awaited()
+        if subject is not None and subject.numel() * subject.element_size() > _SMALL_BYTES:
+            return False
+        membership = self._membership
+        return not membership.collective_thread.pending and membership.native.is_awaited()
 
-    def _collective_error(
+    def _error(
         self,
         status: _native.Status,
         name: str,
@@ -170,8 +183,9 @@ class CollectiveExecutor(Messages):
         site: str,
     ) -> PhalanxError:
         operation = self._describe(name, subject, op, root, site)
-        lifetime.propagate_deadlock(self._native)
-        return status_error(status, self._native, self._rank_label, operation, timeout)
+        native = self._membership.native
+        propagate_deadlock(native)
+        return status_error(status, native, self._membership.rank_label, operation, timeout)
 
     def _describe(
         self,
@@ -183,7 +197,7 @@ class CollectiveExecutor(Messages):
         has_begun: bool = True,
     ) -> str:
         """Return text for an operation in progress, or a queued one, which has no number yet."""
-        native = self._native
+        native = self._membership.native
         # Another thread may have left the group in the meantime.
         parts = [f"{name} #{native.sequence}" if has_begun and not native.closed else name]
         if subject is not None:
@@ -193,57 +207,3 @@ class CollectiveExecutor(Messages):
         if root >= 0:
             parts.append(f"root {root}")
         return f"{' '.join(parts)} at {site}"
-
-    def _record_call(
-        self, name: str, call: NativeCall, inputs: Sequence[torch.Tensor]
-    ) -> NativeCall:
-        # All forms of an operation have one name, as in PyTorch's backends.
-        kind = name.removesuffix("_coalesced").removesuffix("_single")
-        return record_call(f"{self.name()}:{kind}", inputs, call)
-
-    def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002 - PyTorch's signature
-        self._coalesced_works = []
-
-    def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
-        works, self._coalesced_works = self._coalesced_works or [], None
-        return CompositeWork(works)
-
-    # The names that PyTorch's C++ calls from 2.14 on.
-    start_coalescing = _start_coalescing
-    end_coalescing = _end_coalescing
-
-
-def _profiled_tensors(
-    subject: torch.Tensor | None, inputs: Sequence[torch.Tensor] | None
-) -> Sequence[torch.Tensor]:
-    """Return the tensors whose shapes the profiler records."""
-    if inputs is not None:
-        return inputs
-    return [] if subject is None else [subject]
-
-
-def divide_after(call: NativeCall, result: torch.Tensor, size: int) -> NativeCall:
-    """Return a call that then divides its result by `size`, rounded towards zero."""
-
-    def run(timeout: float) -> _native.Status | None:
-        status = call(timeout)
-        if status is None:
-            with torch.inference_mode():
-                result.div_(size, rounding_mode="trunc")
-        return status
-
-    return run
-
-
-def run_sequentially(calls: Iterable[NativeCall]) -> NativeCall:
-    """Return a call that makes all calls in order, each with the whole timeout, until one fails."""
-    steps = list(calls)
-
-    def run(timeout: float) -> _native.Status | None:
-        for step in steps:
-            status = step(timeout)
-            if status is not None:
-                return status
-        return None
-
-    return run

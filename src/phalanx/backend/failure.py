@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx import _native
 from phalanx.backend import peer_state
-from phalanx.backend.call_site import short_site
 from phalanx.backend.operands import DTYPE_NAMES, OP_NAMES
 from phalanx.errors import (
     Aborted,
@@ -18,22 +17,16 @@ from phalanx.errors import (
     PeerLost,
     PhalanxError,
 )
-from phalanx.observe.escape import escape
 from phalanx.system.signals import signal_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from phalanx.backend.membership import Membership
     from phalanx.hierarchical.failure import GroupFailure
-
 
 _MAX_DESCRIBED_RANKS = 8
 """The maximum number of late ranks that an error describes; `phalanx explain` describes all."""
-
-
 _ENDED_STATES = ("", "Z", "X")
 """The states of a process that has ended, as `peer_state.process_state` returns them."""
-
 
 _ERROR_CLASSES = {
     "peer_lost": PeerLost,
@@ -44,8 +37,6 @@ _ERROR_CLASSES = {
     "aborted": Aborted,
     "interrupted": Aborted,
 }
-
-
 _FORWARDED_CODES = {
     "PeerLost": "peer_lost",
     "CollectiveMismatch": "mismatch",
@@ -55,14 +46,16 @@ _FORWARDED_CODES = {
 
 
 class FailureFormatter:
-    """The error messages of a group that spans hosts (see `hierarchical.failure`)."""
+    """The error messages of a group that spans hosts: a `hierarchical.failure.Formatter`."""
 
-    def __init__(self, group: Callable[[], _native.Group]) -> None:
+    def __init__(self, group: Any) -> None:
         self._group = group
+
+    format_site = staticmethod(peer_state.format_site)
 
     def explain(self, status: Any, timeout: float) -> tuple[str, str]:
         """Return the kind of the failure, as a native code, and the text of its error."""
-        group = self._group()
+        group = self._group
         if status.code == "aborted":
             name, _, text = peer_state.abort_reason(group, status.reporter).partition(": ")
             if name in _FORWARDED_CODES:
@@ -71,20 +64,12 @@ class FailureFormatter:
 
     def abort_reason(self, failure: GroupFailure) -> str:
         """Return the reason with which to abort this host's group, as `explain` interprets it."""
-        kind = _ERROR_CLASSES.get(failure.code, PhalanxError)
-        return (
-            f"{kind.__name__}: {failure.message}"
-            if kind.__name__ in _FORWARDED_CODES
-            else failure.message
-        )
+        name = _ERROR_CLASSES.get(failure.code, PhalanxError).__name__
+        return f"{name}: {failure.message}" if name in _FORWARDED_CODES else failure.message
 
     def format_operation(self, fingerprint: Any, site: str) -> str:
         """Return the text for an operation and its call site."""
         return _format_operation(fingerprint) + self.format_site(site)
-
-    def format_site(self, site: str) -> str:
-        """Return text such as " at train.py:77", or "" without a call site."""
-        return f" at {escape(short_site(site))}" if site else ""
 
 
 def status_error(
@@ -112,30 +97,24 @@ def status_error(
 
 
 def wait_timeout_error(
-    group: _native.Group,
-    rank: int,
-    rank_label: str,
-    operation: str,
-    seconds: float,
-    call_time: float,
+    membership: Membership, operation: str, seconds: float, call_time: float
 ) -> CollectiveTimeout:
     """Return the exception for a wait that timed out while its operation continues.
 
     Args:
-        group: The group, which knows the ranks that the operation waits for.
-        rank: This rank in the group.
-        rank_label: This rank as text, as in "rank 2/8".
+        membership: The membership of this rank in the group.
         operation: The operation with its call site, as text.
         seconds: The timeout of the wait, in seconds.
         call_time: The time at which the operation was called, in monotonic seconds.
     """
+    group, rank = membership.native, membership.rank
     late = [] if group.closed else group.ranks_behind(rank)
     names = ", ".join(peer_state.format_rank(group, other) for other in late) or "its peers"
     return CollectiveTimeout(
-        f"[{rank_label} on {socket.gethostname()}] {operation}: rank {rank} waited for {names} "
-        f"until the timeout of {seconds:g} s of this wait, {time.monotonic() - call_time:.1f} s "
-        f"after the call{_describe_late_ranks(group, late)}; the operation continues, and can be "
-        "waited for again"
+        f"[{membership.rank_label} on {socket.gethostname()}] {operation}: rank {rank} waited for "
+        f"{names} until the timeout of {seconds:g} s of this wait, "
+        f"{time.monotonic() - call_time:.1f} s after the call{_describe_late_ranks(group, late)}; "
+        "the operation continues, and can be waited for again"
     )
 
 

@@ -38,25 +38,13 @@ if TYPE_CHECKING:
 
     from phalanx import _native
 
-__all__ = [
-    "EVENT_NAMES",
-    "OperatorCall",
-    "active_mode_count",
-    "begin_event",
-    "is_profiling",
-    "is_wrapper",
-    "record_call",
-    "record_event",
-    "run_through_operator",
-]
-
 OperatorCall = tuple[Any, ...]
-"""The name of a method of PyTorch's `ProcessGroup`, and its arguments."""
+"""A group, the name of a method of PyTorch's `ProcessGroup`, and its arguments."""
 
 active_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Return the number of dispatch modes that are active in the calling thread."""
 
-EVENT_NAMES = {
+_EVENT_NAMES = {
     method: f"c10d::{name}"
     for method, name in (
         ("all_gather_single", "_allgather_base_"),
@@ -101,27 +89,37 @@ def is_wrapper(tensor: torch.Tensor | None) -> bool:
     )
 
 
-def run_through_operator(
-    group: dist.ProcessGroup, operator: OperatorCall, run: Callable[[], dist.Work]
+def run_observed(
+    operator: OperatorCall, tensors: Sequence[torch.Tensor], run: Callable[[], dist.Work]
 ) -> dist.Work:
-    """Run an operation through its operator.
+    """Run an operation in view of dispatch modes, wrappers or the profiler.
 
     Args:
-        group: The group that modes see as the operator's argument.
-        operator: The operation, as a method of PyTorch's `ProcessGroup` with its arguments.
+        operator: The operation. Its group is the operator's argument that modes see.
+        tensors: The tensors whose shapes the profiler records.
         run: Runs the operation. Not called if a mode does not pass the operator on, or if a tensor
             is a wrapper.
 
     Returns:
         The work of the operations that have run; the result of the operator if none has.
     """
-    method, *arguments = operator
+    if active_mode_count() or any(map(is_wrapper, tensors)):
+        return _run_through_operator(operator, run)
+    handle = _autograd._record_function_with_args_enter(_EVENT_NAMES[operator[1]], *tensors)
+    try:
+        return run()
+    finally:
+        _autograd._record_function_with_args_exit(handle)
+
+
+def _run_through_operator(operator: OperatorCall, run: Callable[[], dist.Work]) -> dist.Work:
+    group, method, *arguments = operator
     rank_and_size = group.rank(), group.size()
     if rank_and_size not in _base_groups:
-        _base_groups[rank_and_size] = dist.ProcessGroup(*rank_and_size)  # type: ignore[call-arg,arg-type]
+        _base_groups[rank_and_size] = dist.ProcessGroup(*rank_and_size)  # type: ignore[call-arg]
     has_wrapper = any(map(is_wrapper, tree_leaves(arguments)))
     execution = (
-        _UnwrappingMode(group, operator)
+        _UnwrappingMode(group, method, arguments)
         if has_wrapper
         else _ExecutionMode(lambda _arguments: run())
     )
@@ -159,9 +157,7 @@ class _ExecutionMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _UnwrappingMode(_ExecutionMode):  # type: ignore[no-untyped-call]
     """The lowest mode for wrappers: runs the operation on the tensors that they hold."""
 
-    def __init__(self, group: dist.ProcessGroup, operator: OperatorCall) -> None:
-        method, *arguments = operator
-
+    def __init__(self, group: dist.ProcessGroup, method: str, arguments: list[Any]) -> None:
         def run(call_arguments: Sequence[Any]) -> dist.Work:
             inner_tensors = (
                 each for each in tree_leaves(call_arguments) if isinstance(each, torch.Tensor)
@@ -228,16 +224,6 @@ def _top_mode() -> Any:
 
 def _is_infra_mode(mode: Any) -> bool:
     return getattr(mode, "_mode_key", None) is not None
-
-
-@contextmanager
-def record_event(name: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Record an event in the calling thread alone, such as "c10d::allreduce_"."""
-    handle = _autograd._record_function_with_args_enter(name, *tensors)
-    try:
-        yield
-    finally:
-        _autograd._record_function_with_args_exit(handle)
 
 
 def record_call(

@@ -1,260 +1,150 @@
-"""The membership of this rank in a group: the base of the process group, without operations.
+"""The membership of this rank in a group: the state that the parts of a group share, and its end.
 
-It has the group's name, its timeout, its threads and its end, and the two public functions
-`phalanx.abort` and `phalanx.host_ranks`.
+A script that ends without `destroy_process_group()` must end cleanly, so the threads are stopped
+while the interpreter still runs. The group is not left: peers that still need this rank learn of
+its death, with the exit code as the reason. A forked child (a DataLoader's worker) inherits the
+object, but not the membership.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+import atexit
+import contextlib
+import os
+import sys
+import weakref
+from typing import Any, NoReturn
 
-import torch
-import torch.distributed as dist
-
-from phalanx.backend import lifetime
-from phalanx.backend.cuda import NcclChild
-from phalanx.backend.failure import left_group_error
+from phalanx import _native
+from phalanx.backend import deadlock_detector
 from phalanx.backend.progress import CollectiveThread, MessageThread
 from phalanx.errors import UsageError
-from phalanx.observe.escape import encodable
-
-if TYPE_CHECKING:
-    from datetime import timedelta
-
-    from torch.distributed import Store  # type: ignore[attr-defined]
-
-    from phalanx import _native
-    from phalanx.backend.work import MessageWork
+from phalanx.observe import exception_hook, recorder
 
 _STOP_SECONDS = 2.0
-
-_NO_RECONFIGURE = (
-    "a group of Phalanx keeps its ranks: to continue with others, call destroy_process_group() and "
-    "init_process_group() on all of them"
-)
-_NO_WINDOW = "Phalanx has no one-sided operations: exchange tensors with isend() and irecv()"
-_NO_HOOKS = (
-    "PyTorch calls these hooks for its own groups only: `phalanx watch`, `phalanx trace` and "
-    "PyTorch's profiler show the operations of a group of Phalanx"
-)
+_LEFT_ERRORS = (ValueError, UsageError)
+"""Errors of a group that another thread leaves in the meantime."""
 
 
-def _unsupported_method(method: str, advice: str) -> Any:
-    """Return a method that raises `NotImplementedError` on every call."""
-
-    def refuse(self: Any, *_arguments: object, **_options: object) -> NoReturn:
-        raise NotImplementedError(f"[{self._rank_label}] {method} is not supported: {advice}")
-
-    return refuse
-
-
-class Membership(dist.ProcessGroup):
-    """The membership of this rank in a group: the native group, its threads, and leaving it."""
-
-    # PyTorch queries these on a group's backend. This group is its own backend.
-    supports_splitting = False
-    supports_coalescing = False
-    supports_time_estimate = False
-    supports_shrinking = False
-    supports_reconfigure = False
-    supports_window = False
-
-    def __init__(
-        self,
-        native: _native.Group,
-        store: Store,
-        rank: int,
-        size: int,
-        name: str,
-        timeout: timedelta,
-    ) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg] # the stub lacks this constructor
-        self._native = native
-        self._store = store
-        self._rank = rank
-        self._size = size
-        self._rank_label = f"rank {rank}/{size}"
-        self._name = name
-        self._desc = ""
-        self._backend_name = "phalanx"
-        self.hosts: tuple[tuple[int, ...], ...] = (tuple(range(size)),)
-        """The ranks of each host."""
-        self.transport = ""
-        """The name of the transport between hosts, if there are several."""
-        self._timeout = timeout.total_seconds()
-        self._nccl = NcclChild(store, rank, size, timeout)
-        self._collective_thread = CollectiveThread(f"phalanx-{name}-collectives")
-        self._message_thread = MessageThread(f"phalanx-{name}-messages", native)
-        self._active_messages: set[MessageWork] = set()
-        self._active_messages_limit = 64
-        self._coalesced_works: list[dist.Work] | None = None  # while operations are coalesced
-        lifetime.register(self)
-
-    # Methods that PyTorch requires of a group.
-
-    def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
-        # Only PyTorch's C++ calls this. Given the name "gloo", it would use the Gloo backend.
-        return "phalanx"
-
-    def name(self) -> str:
-        """Return the backend's name: "phalanx", or that of the backend that the group replaces."""
-        return self._backend_name
-
-    def set_backend_name(self, name: str) -> None:
-        """Set the name of the backend that this group replaces (see `replace`)."""
-        self._backend_name = name
-
-    def getGroupName(self) -> str:  # noqa: N802
-        return self._name
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        self._name = name
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        return self._desc
-
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        self._desc = desc
-
-    def get_group_store(self) -> Store:
-        return self._store
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-        return [torch.device(kind) for kind in kinds]
-
-    def _get_backend(self, device: torch.device) -> Any:  # noqa: ARG002 - PyTorch's signature
-        return self
-
-    get_backend = _get_backend  # called by `dist.get_backend_impl`
-
-    # Methods of PyTorch 2.14 that Phalanx does not support.
-
-    get_reconfigure_handle = _unsupported_method("get_reconfigure_handle", _NO_RECONFIGURE)
-    reconfigure = _unsupported_method("reconfigure", _NO_RECONFIGURE)
-    new_window = _unsupported_method("new_window", _NO_WINDOW)
-    register_abort_hook = _unsupported_method("register_abort_hook", _NO_HOOKS)
-    register_pre_hook = _unsupported_method("register_pre_hook", _NO_HOOKS)
-    register_post_hook = _unsupported_method("register_post_hook", _NO_HOOKS)
-
-    def _has_hooks(self) -> bool:
-        return False
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self._native.sequence
-
-    def _set_sequence_number_for_group(self) -> None:
-        pass  # the core counts from the beginning
-
-    def _wait_for_pending_works(self) -> None:
-        self._collective_thread.drain()
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time that an operation may wait for its peers, from the next operation on."""
-        self._timeout = timeout.total_seconds()
-
-    def shutdown(self) -> None:
-        """Leave the group and notify its peers.
-
-        Operations in progress that do not end within two seconds abort the group.
-        """
-        native = self._native
-        if not native.closed:
-            self.stop_threads()
-            self._nccl.shutdown()
-            native.close()
-            self.replace_native(lifetime.left_group())
-            for work in list(self._active_messages):
-                work.abandon(left_group_error(self._rank_label, "a message"))
-            self._active_messages.clear()
-
-    def abort(self, reason: str = "") -> None:
-        """Make every waiting rank of the group raise `Aborted`, and leave the group."""
-        if not isinstance(reason, str):
-            raise UsageError(f"abort: reason is {reason!r}, expected a str that states the reason")
-        if not self._native.closed:
-            self._native.abort(encodable(reason))
-            self._nccl.abort()
-            self.shutdown()
-
-    def fail(self, error: BaseException) -> None:
-        """Leave the group because of `error`, so that its peers raise `PeerLost`.
-
-        The peers in all other groups of this process do so too; those groups become unusable.
-        """
-        if not self._native.closed:
-            lifetime.fail_all_groups(error)
-            self._nccl.abort()
-            self.shutdown()
-
-    def stop_threads(self, grace_seconds: float | None = None) -> None:
-        """End the group's threads; operations that do not end in time abort the group.
-
-        Args:
-            grace_seconds: The time for operations to end, in seconds; two if None.
-        """
-        if not self._collective_thread.stop(
-            _STOP_SECONDS if grace_seconds is None else grace_seconds
-        ):
-            self._native.abort("it left with an operation in progress")
-            self._collective_thread.stop(_STOP_SECONDS)
-        self._message_thread.stop(_STOP_SECONDS)
-
-    def replace_native(self, native: Any) -> None:
-        """Replace the native group by another object (see `lifetime`)."""
-        self._native = native
-
-
-def abort(group: dist.ProcessGroup | None = None, reason: str = "") -> None:
-    """Break a group: every rank that waits in it, or enters an operation, raises `Aborted` at once.
-
-    This rank leaves the group; the others should too (`destroy_process_group`). The same processes,
-    or the remaining ones, can then form another group. Blocks for at most the two seconds that this
-    rank's own pending operations have to end.
+class Membership:
+    """This rank's membership in a group.
 
     Args:
-        group: The group; None for the default group.
-        reason: The reason, in one line, for the exceptions of the other ranks and
-            `phalanx explain`. Text beyond 639 bytes of UTF-8 is cut.
-
-    Raises:
-        UsageError: There is no such group, it is not a group of Phalanx, or `reason` is not a str.
+        native: The native group, or the group that takes its place if ranks are on several hosts.
+        rank: This rank in the group.
+        size: World size of the group.
+        name: The group's name, for the names of its threads.
+        timeout: The time that an operation may wait for its peers, in seconds.
     """
-    if group is None:
-        group = dist.group.WORLD if dist.is_initialized() else None
-        if group is None:
-            raise UsageError("abort: there is no default group; give one, or form it first")
-    if not isinstance(group, Membership):
-        raise UsageError(
-            f"abort: group is {group!r}, expected a group of the backend 'phalanx'; for others "
-            "see torch.distributed.ProcessGroup.abort"
+
+    def __init__(self, native: Any, rank: int, size: int, name: str, timeout: float) -> None:
+        self.native = native
+        self.rank = rank
+        self.rank_label = f"rank {rank}/{size}"
+        self.timeout = timeout
+        self.collective_thread = CollectiveThread(f"phalanx-{name}-collectives")
+        self.message_thread = MessageThread(f"phalanx-{name}-messages", native)
+        _memberships.add(self)
+
+    def leave(self) -> None:
+        """Leave the group and notify its peers; the threads must have been stopped."""
+        self.native.close()
+        self.native = _UnusableGroup(
+            "this rank has left the process group (destroy_process_group, shutdown or abort): "
+            "form another one with init_process_group or new_group"
         )
-    group.abort(reason)
+
+    def stop_threads(self, grace_seconds: float = _STOP_SECONDS) -> None:
+        """End the group's threads; operations that do not end in time abort the group."""
+        if not self.collective_thread.stop(grace_seconds):
+            self.native.abort("it left with an operation in progress")
+            self.collective_thread.stop(_STOP_SECONDS)
+        self.message_thread.stop(_STOP_SECONDS)
 
 
-def host_ranks(group: dist.ProcessGroup | None = None) -> list[list[int]]:
-    """Return the ranks of a group by host; the ranks in one list share memory. Never blocks.
+class _UnusableGroup:
+    """A substitute for the native part of a group that this process can no longer use."""
 
-    On the backend "phalanx", the ranks proved this to each other when the group was formed. On
-    other backends it is unknown, and each rank counts as a host of its own.
+    closed = True
 
-    Args:
-        group: The group; None for the default group.
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
 
-    Returns:
-        A list of ranks in ascending order for each host, numbered as in the default group. Hosts
-        are in order of their lowest rank.
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UsageError(self._reason)
 
-    Raises:
-        UsageError: There is no process group, or this rank is not in `group`.
-    """
-    if not dist.is_initialized():
-        raise UsageError("host_ranks: no process group, expected one: call phalanx.init() first")
-    if dist.get_rank(group) < 0:
-        raise UsageError("host_ranks: this rank is not a member of the group given")
-    ranks = dist.get_process_group_ranks(group)
-    actual = group or dist.group.WORLD
-    if not isinstance(actual, Membership):
-        return [[rank] for rank in ranks]
-    return [[ranks[member] for member in host] for host in actual.hosts]
+
+_memberships: weakref.WeakSet[Membership] = weakref.WeakSet()
+_inherited_groups: list[_native.Group] = []
+
+
+def _native_groups() -> list[_native.Group]:
+    """Return all groups that this process has not left."""
+    return [each.native for each in list(_memberships) if not each.native.closed]
+
+
+def fail_all_groups(error: BaseException) -> None:
+    """Report this process as lost to its peers in all its groups, though it may continue."""
+    reason = exception_hook.SESSION_ENDED + exception_hook.format_exception(error)
+    _mark_failed(reason)
+    for native in _native_groups():
+        native.abort(reason)  # ends operations of its own threads
+
+
+def has_collectives_elsewhere(native: _native.Group) -> bool:
+    """Return whether the collective thread of a group other than `native` has pending calls."""
+    return any(
+        each.collective_thread.pending for each in list(_memberships) if each.native is not native
+    )
+
+
+def detect_deadlocks() -> bool:
+    """Call `deadlock_detector.detect_deadlock` with all groups of this process."""
+    with contextlib.suppress(*_LEFT_ERRORS):
+        return deadlock_detector.detect_deadlock(_native_groups())
+    return False
+
+
+def propagate_deadlock(native: _native.Group) -> None:
+    """Pass a deadlock that broke `native` on to other ranks, before this rank raises the error."""
+    with contextlib.suppress(*_LEFT_ERRORS):
+        deadlock_detector.propagate_deadlock(native, _native_groups())
+
+
+def _mark_failed(reason: str = "") -> None:
+    # An exception ends this process, so peers need not wait for its exit. All groups are marked
+    # before any peer is woken: a woken peer may leave its other groups at once, and the ranks of
+    # those must see this rank as the cause.
+    natives = _native_groups()
+    for wake in (False, True):
+        for native in natives:
+            native.fail(wake, reason)
+
+
+def _stop_at_exit() -> None:
+    # After an uncaught exception, peers should learn of this rank's end at once.
+    is_failing = hasattr(sys, "last_value")
+    for membership in list(_memberships):
+        native = membership.native
+        if not native.closed:
+            membership.stop_threads(0.0 if is_failing else _STOP_SECONDS)
+            if not isinstance(native, _native.Group):  # it has connections to other hosts
+                native.disconnect(abrupt=is_failing)
+    recorder.close()
+
+
+def _replace_in_child() -> None:
+    reason = (
+        f"this process group belongs to process {os.getppid()}; process {os.getpid()}, forked "
+        "from it, can't use it: communicate in the parent, or start ranks with phalanx.launch"
+    )
+    _native.detach_flight_recorder()
+    for membership in list(_memberships):
+        _inherited_groups.append(membership.native)
+        membership.native = _UnusableGroup(reason)
+
+
+exception_hook.on_failure(_mark_failed)
+_native.set_watcher(detect_deadlocks)
+atexit.register(_stop_at_exit)
+os.register_at_fork(after_in_child=_replace_in_child)

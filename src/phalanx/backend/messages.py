@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,19 +11,10 @@ import torch.distributed as dist
 
 from phalanx._native import call_site as call_site_number
 from phalanx._native import call_site_text
-from phalanx.backend import lifetime
 from phalanx.backend.call_site import call_site, short_site
 from phalanx.backend.failure import format_peer, left_group_error, status_error
-from phalanx.backend.instrumentation import (
-    EVENT_NAMES,
-    active_mode_count,
-    begin_event,
-    is_profiling,
-    is_wrapper,
-    record_event,
-    run_through_operator,
-)
-from phalanx.backend.membership import Membership
+from phalanx.backend.instrumentation import begin_event, is_profiling, is_wrapper, run_observed
+from phalanx.backend.membership import propagate_deadlock
 from phalanx.backend.operands import (
     copy_back,
     dtype_code,
@@ -34,7 +24,7 @@ from phalanx.backend.operands import (
     single_tensor,
     warn_once,
 )
-from phalanx.backend.work import FinishedMessage, FinishedWork, MessageWork, Tensors
+from phalanx.backend.work import FinishedWork, MessageWork
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -42,9 +32,10 @@ if TYPE_CHECKING:
 
     from phalanx import _native
     from phalanx.backend.instrumentation import OperatorCall
+    from phalanx.backend.membership import Membership
     from phalanx.errors import PhalanxError
 
-_ANY_SOURCE = -1
+ANY_SOURCE = -1
 _IS_WRAPPED = torch.version.cuda is not None  # by `cuda.delegate_cuda`, which adds a frame
 # PyTorch's send is isend followed by wait.
 _BLOCKING_CODES = frozenset(inspect.unwrap(call).__code__ for call in (dist.send, dist.recv))
@@ -54,82 +45,91 @@ _DONE = FinishedWork([])
 _UNEXPECTED_BYTES_LIMIT = 256 * 2**20
 
 
-class Messages(Membership):
-    """A group in which any rank can send messages to any other.
+class Messages:
+    """The messages of a group, in which any rank can send to any other.
 
     The operations complete for any order of isend and irecv on both sides. Messages of one source
     and tag keep their order. `dist.send` and `dist.recv` wait at once, so no handle is made.
+
+    Args:
+        membership: The membership of this rank in the group.
+        size: World size of the group.
     """
 
-    def send(self, tensors: Tensors, dst: int, tag: int) -> dist.Work:
-        """Send a tensor to a rank of the group; complete when the tensor is in shared memory."""
-        blocking = _is_blocking()
-        if active_mode_count() or is_profiling():
-            run = partial(self._send, dst, tag, blocking, tensors)
-            return self._run_observed("send", ("send", tensors, dst, tag), run)
-        return self._send(dst, tag, blocking, tensors)
+    def __init__(self, membership: Membership, size: int) -> None:
+        self._membership = membership
+        self._size = size
+        self._active: set[MessageWork] = set()
+        self._active_limit = 64
+        self.coalesced_works: list[dist.Work] | None = None
+        """The works of the operations that are being coalesced."""
 
-    def recv(self, tensors: Tensors, src: int, tag: int) -> dist.Work:
-        """Receive a tensor of exactly this dtype and element count from a rank of the group."""
-        _check_peer(src, self._size, "recv")
-        blocking = _is_blocking()
-        if active_mode_count() or is_profiling():
-            run = partial(self._recv, src, tag, blocking, tensors)
-            return self._run_observed("recv", ("recv", tensors, src, tag), run)
-        return self._recv(src, tag, blocking, tensors)
-
-    def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
-        """Receive from any rank; `Work._source_rank()` returns the rank of the sender."""
-        blocking = _is_blocking()
-        run = partial(self._recv, _ANY_SOURCE, tag, blocking, tensors)
-        if active_mode_count() or is_profiling():
-            return self._run_observed("recvAnySource", ("recv_anysource", tensors, tag), run)
-        return run()
-
-    def _send(self, dst: int, tag: int, blocking: bool, tensors: Tensors) -> dist.Work:
-        tensor = single_tensor(tensors, "send")
-        _check_peer(dst, self._size, "send")
+    def send(self, operator: OperatorCall, dst: int, tag: int, blocking: bool) -> dist.Work:
+        """Send a tensor; the operator call holds it in a list."""
+        tensor = single_tensor(operator[2], "send")
+        check_peer(dst, self._size, "send")
         _check_tag(tag, "send")
         if type(tensor) is not torch.Tensor and is_wrapper(tensor):
-            return run_through_operator(self, ("send", [tensor], dst, tag), lambda: _DONE)
+            return run_observed((*operator[:2], [tensor], dst, tag), [tensor], lambda: _DONE)
         flat = prepare_input(tensor, "send")
         code = dtype_code(tensor.dtype, "send")
-        native = self._native
+        native = self._membership.native
         if blocking:
-            timeout = self._timeout
+            timeout = self._membership.timeout
             status = native.send(flat.data_ptr(), flat.numel(), code, dst, tag, timeout)
             if status is not None:
-                raise self._message_error(
-                    native, "send", tensor, dst, tag, timeout, call_site(), status
-                )
+                raise self._error(native, "send", tensor, dst, tag, timeout, call_site(), status)
             return _DONE
         message = native.isend(flat.data_ptr(), flat.numel(), code, dst, tag)
-        return self._make_message_work("send", native, message, tensor, flat, dst, tag)
+        return self._make_work("send", native, message, tensor, flat, dst, tag)
 
-    def _recv(self, src: int, tag: int, blocking: bool, tensors: Tensors) -> dist.Work:
-        tensor = single_tensor(tensors, "recv")
+    def recv(self, operator: OperatorCall, src: int, tag: int, blocking: bool) -> dist.Work:
+        """Receive a tensor; the operator call holds it in a list."""
+        tensor = single_tensor(operator[2], "recv")
         _check_tag(tag, "recv")
         if type(tensor) is not torch.Tensor and is_wrapper(tensor):
-            operator: OperatorCall = ("recv", [tensor], src, tag)
-            if src == _ANY_SOURCE:
-                operator = ("recv_anysource", [tensor], tag)
-            return run_through_operator(self, operator, lambda: _DONE)
+            return run_observed((*operator[:2], [tensor], *operator[3:]), [tensor], lambda: _DONE)
         flat = prepare_output(tensor, "recv")
         code = dtype_code(tensor.dtype, "recv")
-        native = self._native
+        native = self._membership.native
         if not blocking:
             message = native.irecv(flat.data_ptr(), flat.numel(), code, src, tag)
-            return self._make_message_work("recv", native, message, tensor, flat, src, tag)
-        timeout = self._timeout
+            return self._make_work("recv", native, message, tensor, flat, src, tag)
+        timeout = self._membership.timeout
         source = native.recv(flat.data_ptr(), flat.numel(), code, src, tag, timeout)
         if not isinstance(source, int):
-            raise self._message_error(
-                native, "recv", tensor, src, tag, timeout, call_site(), source
-            )
+            raise self._error(native, "recv", tensor, src, tag, timeout, call_site(), source)
         _finish_recv(native, tensor, flat)
-        return _DONE if src >= 0 else FinishedMessage([tensor], source)
+        return _DONE if src >= 0 else FinishedWork([tensor], source)
 
-    def _make_message_work(
+    def run_observed(
+        self, event: str, operator: OperatorCall, run: Callable[[], dist.Work]
+    ) -> dist.Work:
+        """Run a message operation in view of dispatch modes or the profiler."""
+        tensors = operator[2]
+
+        def run_profiled() -> dist.Work:
+            end = begin_event(f"{operator[0].name()}:{event}", list(tensors))
+            try:
+                work = run()
+            except BaseException:
+                end()
+                raise
+            if isinstance(work, FinishedWork):
+                end()
+            else:
+                work.get_future().add_done_callback(lambda _future: end())
+            return work
+
+        return run_observed(operator, tensors, run_profiled if is_profiling() else run)
+
+    def abandon(self) -> None:
+        """End the works of all messages, whose group this rank has left."""
+        for work in list(self._active):
+            work.abandon(left_group_error(self._membership.rank_label, "a message"))
+        self._active.clear()
+
+    def _make_work(
         self,
         name: str,
         native: _native.Group,
@@ -143,59 +143,36 @@ class Messages(Membership):
         if message.done and message.status is None:
             if name == "recv":
                 _finish_recv(native, tensor, flat)
-            return FinishedMessage([tensor], message.peer)
-        timeout = self._timeout
+            return FinishedWork([tensor], message.peer)
+        membership = self._membership
         site_number = call_site_number()
 
         def on_done(status: _native.Status | None, seconds: float) -> BaseException | None:
-            self._active_messages.discard(work)
+            self._active.discard(work)
             if status is not None:
                 site = short_site(call_site_text(site_number))
-                return self._message_error(native, name, tensor, peer, tag, seconds, site, status)
+                return self._error(native, name, tensor, peer, tag, seconds, site, status)
             if name == "recv":
                 _finish_recv(native, tensor, flat)
             return None
 
-        work = MessageWork(message, native, on_done, [tensor], self._message_thread, timeout)
+        thread = membership.message_thread
+        work = MessageWork(message, native, on_done, [tensor], thread, membership.timeout)
         self._keep_alive(work)
-        self._message_thread.start()
-        if self._coalesced_works is not None:
-            self._coalesced_works.append(work)
-        return work
-
-    def _run_observed(
-        self, kind: str, operator: OperatorCall, run: Callable[[], dist.Work]
-    ) -> dist.Work:
-        """Run a message operation in view of dispatch modes or the profiler."""
-        if is_profiling():
-            run = partial(self._run_profiled, kind, operator[1], run)
-        if active_mode_count():
-            return run_through_operator(self, operator, run)
-        with record_event(EVENT_NAMES[operator[0]], operator[1]):
-            return run()
-
-    def _run_profiled(self, kind: str, tensors: Tensors, run: Callable[[], dist.Work]) -> dist.Work:
-        end = begin_event(f"{self.name()}:{kind}", list(tensors))
-        try:
-            work = run()
-        except BaseException:
-            end()
-            raise
-        if isinstance(work, FinishedWork):
-            end()
-        else:
-            work.get_future().add_done_callback(lambda _future: end())
+        thread.start()
+        if self.coalesced_works is not None:
+            self.coalesced_works.append(work)
         return work
 
     def _keep_alive(self, work: MessageWork) -> None:
         """Keep a message alive until it is done, since the core uses its memory."""
-        self._active_messages.add(work)
-        if len(self._active_messages) >= self._active_messages_limit:
-            for message in list(self._active_messages):
+        self._active.add(work)
+        if len(self._active) >= self._active_limit:
+            for message in list(self._active):
                 message.is_completed()  # removes it if so
-            self._active_messages_limit = max(64, 2 * len(self._active_messages))
+            self._active_limit = max(64, 2 * len(self._active))
 
-    def _message_error(
+    def _error(
         self,
         native: _native.Group,
         name: str,
@@ -207,13 +184,15 @@ class Messages(Membership):
         status: _native.Status,
     ) -> PhalanxError:
         operation = f"{name} {format_tensor(tensor)} {format_peer(name, peer, tag)} at {site}"
-        if status.code == "left" and status.peer == self._rank:
-            return left_group_error(self._rank_label, operation)
-        lifetime.propagate_deadlock(native)
-        return status_error(status, native, self._rank_label, operation, timeout)
+        membership = self._membership
+        if status.code == "left" and status.peer == membership.rank:
+            return left_group_error(membership.rank_label, operation)
+        propagate_deadlock(native)
+        return status_error(status, native, membership.rank_label, operation, timeout)
 
 
-def _check_peer(peer: int, size: int, name: str) -> None:
+def check_peer(peer: int, size: int, name: str) -> None:
+    """Check that a rank is one of the group."""
     if not 0 <= peer < size:
         raise UsageError(f"{name}: rank {peer}, expected a rank from 0 to {size - 1}")
 
@@ -233,7 +212,7 @@ def _finish_recv(native: _native.Group, tensor: torch.Tensor, flat: torch.Tensor
         )
 
 
-def _is_blocking() -> bool:
+def is_blocking() -> bool:
     """Return whether `dist.send` or `dist.recv` called the caller, by way of isend or irecv."""
     caller = sys._getframe(1).f_back
     if _IS_WRAPPED:

@@ -1,19 +1,22 @@
 """Operands: the core's codes for dtypes and reduction operators, and checks of tensors.
 
 The core needs contiguous tensors in host memory. All checks run before any communication, so that a
-mistake on one rank does not affect others.
+mistake on one rank does not affect others. `empty_shared` creates tensors that peers can access.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed import ReduceOp
+from torch.utils.dlpack import from_dlpack
 
 from phalanx import _native
-from phalanx.errors import UsageError
+from phalanx.errors import PhalanxError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -102,11 +105,13 @@ def find_reduction(op: ReduceOp, tensor: torch.Tensor, operation: str) -> Reduct
     )
 
 
-def premul_factor(op: ReduceOp) -> float | torch.Tensor:
-    """Return the factor of a PREMUL_SUM."""
+def premultiply(flat: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    """Return a contiguous tensor multiplied by the factor of a PREMUL_SUM."""
     state: Any = op.__getstate__()
     factor: float | torch.Tensor = state[1]
-    return factor
+    # Never in place, since `flat` may be the user's tensor, which keeps its values if it is not the
+    # result.
+    return flat * (factor.to("cpu") if isinstance(factor, torch.Tensor) else factor)
 
 
 def single_tensor(tensors: Sequence[torch.Tensor] | torch.Tensor, operation: str) -> torch.Tensor:
@@ -235,3 +240,48 @@ def warn_once(key: str, message: str) -> None:
     if key not in _warned:
         _warned.add(key)
         _log.warning(message)
+
+
+def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Create a tensor with which collectives of Phalanx skip the copies through the segment.
+
+    Use it for data that is communicated repeatedly, such as gradient buckets; large operations then
+    run at about the speed of memory. In all other respects, the tensor and its views are ordinary
+    CPU tensors. Collectives take the fast path if the tensors of all ranks that provide data (for a
+    broadcast, only the root) are in such memory, and stage them through the segment otherwise. This
+    works with any group, and no other rank has to call this function.
+
+    The memory belongs to this process. It is allocated at once, and freed when the tensor and its
+    views are gone. In a forked child, the tensor is an ordinary one.
+
+    Args:
+        size: Shape, as for `torch.empty`: several integers or one sequence.
+        dtype: The dtype; default `torch.get_default_dtype()`.
+
+    Returns:
+        A contiguous, page-aligned tensor with undefined values.
+
+    Raises:
+        UsageError: A size is negative.
+        PhalanxError: Not enough memory.
+
+    Example:
+        >>> bucket = phalanx.empty_shared(25_000_000)
+        >>> dist.all_reduce(bucket)
+    """
+    shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)  # type: ignore[arg-type]
+    dtype = dtype or torch.get_default_dtype()
+    if any(extent < 0 for extent in shape):
+        raise UsageError(f"empty_shared: got the shape {list(shape)}, expected no negative size")
+    count = prod(shape)
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    needed = count * dtype.itemsize
+    try:
+        memory = _native.allocate_shared(needed)
+    except OSError as error:
+        raise PhalanxError(
+            f"empty_shared: no shared memory for {dtype}{list(shape)}, {needed} bytes "
+            f"({os.strerror(error.errno or 0)}): free memory, or use torch.empty"
+        ) from None
+    return from_dlpack(memory).view(dtype).view(shape)

@@ -44,18 +44,14 @@ def format_call_site(group: _native.Group, rank: int, operation: _native.Fingerp
             break
         match = _find_operation(recorder, group, operation)
         if match and match["site"]:
-            return _format_site(match)
+            return format_site(match["site"])
     return ""
 
 
 def format_leaving_site(group: _native.Group, rank: int) -> str:
     """Return the call site at which a rank left or aborted the group, or "": " at train.py:77"."""
     group_record = _group_record(group, rank)
-    return (
-        f" at {escape(short_site(group_record['left_at']))}"
-        if group_record and group_record["left_at"]
-        else ""
-    )
+    return format_site(group_record["left_at"]) if group_record else ""
 
 
 def abort_reason(group: _native.Group, rank: int) -> str:
@@ -71,11 +67,9 @@ def exit_exception(group: _native.Group, rank: int) -> str:
     if group_record and group_record["abort_reason"].startswith(SESSION_ENDED):
         return escape(group_record["abort_reason"].removeprefix(SESSION_ENDED), _MAX_TEXT_LENGTH)
     recorder = _read_recorder(group, rank)
-    return (
-        escape(recorder["exception"], _MAX_TEXT_LENGTH)
-        if recorder and recorder["ending"] == "failed"
-        else ""
-    )
+    if recorder is None or recorder["ending"] != "failed":
+        return ""
+    return escape(recorder["exception"], _MAX_TEXT_LENGTH)
 
 
 def format_last_operation(group: _native.Group, rank: int) -> str:
@@ -113,7 +107,9 @@ def describe_activity(group: _native.Group, rank: int) -> str:
     )
     if (other := current["waiting_for"]) >= 0:
         peer = (
-            format_rank(group, other) if _is_in_group(recorder, current, group) else f"rank {other}"
+            format_rank(group, other)
+            if is_in_group(recorder, current, group.identity)
+            else f"rank {other}"
         )
         text += f", waiting for {peer} there"
     return text + _format_step(recorder)
@@ -134,16 +130,19 @@ def _read_recorder(group: _native.Group, rank: int, history: int = _SHORT_HISTOR
 
 
 def _group_record(group: _native.Group, rank: int) -> Record | None:
-    recorder = _read_recorder(group, rank)
-    group_records = recorder["groups"] if recorder else []
-    return next(
-        (
-            group_record
-            for group_record in group_records
-            if group_record["identity"] == group.identity
-        ),
-        None,
-    )
+    return find_group_record(_read_recorder(group, rank), group.identity)
+
+
+def find_group_record(recorder: Record | None, identity: int) -> Record | None:
+    """Return a group as a rank recorded it; None if it did not."""
+    records = recorder["groups"] if recorder else ()
+    return next((record for record in records if record["identity"] == identity), None)
+
+
+def is_in_group(recorder: Record, operation: Record, identity: int) -> bool:
+    """Return whether a recorded operation is one of the group with this identity."""
+    index = operation["group"]
+    return bool(index >= 0 and recorder["groups"][index]["identity"] == identity)
 
 
 def _blocking_operation(recorder: Record) -> Record | None:
@@ -171,21 +170,22 @@ def _find_operation(
         same = (
             operation["kind"] == fingerprint.kind and operation["sequence"] == fingerprint.sequence
         )
-        if same and _is_in_group(recorder, operation, group) and _matches(operation, fingerprint):
+        if (
+            same
+            and is_in_group(recorder, operation, group.identity)
+            and _matches(operation, fingerprint)
+        ):
             return operation  # type: ignore[no-any-return]
     return None
 
 
 def _matches(operation: Record, fingerprint: _native.Fingerprint) -> bool:
+    if (operation["kind"], operation["sequence"]) != (fingerprint.kind, fingerprint.sequence):
+        return False
     if fingerprint.kind not in ("send", "recv"):
         return True  # the number in the group identifies it
     recorded = operation["count"], operation["dtype"]
     return recorded == (fingerprint.count, DTYPE_NAMES[fingerprint.dtype])
-
-
-def _is_in_group(recorder: Record, operation: Record, group: _native.Group) -> bool:
-    index = operation["group"]
-    return bool(index >= 0 and recorder["groups"][index]["identity"] == group.identity)
 
 
 def _format_operation(operation: Record) -> str:
@@ -193,15 +193,16 @@ def _format_operation(operation: Record) -> str:
     parts = [kind if kind in ("send", "recv", "join") else f"{kind} #{operation['sequence']}"]
     if operation["dtype"]:
         parts.append(f"{operation['dtype']}[{operation['count']}]")
-    return " ".join(parts) + _format_site(operation)
+    return " ".join(parts) + format_site(operation["site"])
 
 
-def _format_site(operation: Record) -> str:
-    return f" at {escape(short_site(operation['site']))}" if operation["site"] else ""
+def format_site(site: str) -> str:
+    """Return text such as " at train.py:77"; empty without a call site."""
+    return f" at {escape(short_site(site))}" if site else ""
 
 
 def _format_group(recorder: Record, operation: Record, group: _native.Group) -> str:
-    if operation["group"] < 0 or _is_in_group(recorder, operation, group):
+    if operation["group"] < 0 or is_in_group(recorder, operation, group.identity):
         return ""
     return f" of group '{escape(recorder['groups'][operation['group']]['name'])}'"
 

@@ -1,50 +1,102 @@
 """The process group of the backend, which `init_process_group("phalanx")` creates.
 
-This module has the collectives on single tensors, which hold one part per rank, and the coalesced
-ones, under the names that PyTorch calls from 2.11 on. The layers below have the rest.
+The class has the methods that PyTorch calls from Python and from C++, under the names of 2.11 and
+later. Each collective checks its arguments, so that a mistake raises before any communication, and
+passes the core's call to the group's executor. The module also has the two public functions
+`phalanx.abort` and `phalanx.host_ranks`.
 """
 
 from __future__ import annotations
 
-import operator
 import os
+import socket
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from phalanx import topology
-from phalanx._native import is_misplaced
+from phalanx._native import is_misplaced, overlap
 from phalanx.backend import torch_patches
-from phalanx.backend.collectives import Collectives, premultiply
-from phalanx.backend.cuda import delegate_cuda
-from phalanx.backend.execution import NativeCall, Pairs, divide_after, run_sequentially
-from phalanx.backend.failure import describe_missing_rank
-from phalanx.backend.membership import Membership
+from phalanx.backend.call_site import call_site
+from phalanx.backend.collectives import (
+    NativeCall,
+    addresses_of,
+    check_root,
+    check_same_length,
+    counts_of,
+    divide_after,
+    overlaps_any,
+    run_sequentially,
+    size_error,
+    split_rows,
+    sum_sparse,
+    tensors_per_rank,
+)
+from phalanx.backend.cuda import NcclChild, delegate_cuda
+from phalanx.backend.execution import (
+    CollectiveExecutor,
+    Pairs,
+)
+from phalanx.backend.failure import FailureFormatter, describe_missing_rank
+from phalanx.backend.instrumentation import active_mode_count, is_profiling
+from phalanx.backend.membership import Membership, fail_all_groups
+from phalanx.backend.messages import ANY_SOURCE, Messages, check_peer, is_blocking
 from phalanx.backend.operands import (
     check_pair,
     check_same_kind,
+    copy_back,
     dtype_code,
     find_reduction,
     format_tensor,
+    premultiply,
     prepare_input,
     prepare_output,
+    single_tensor,
     warn_once,
 )
-from phalanx.backend.options import select_transport
-from phalanx.backend.work import Tensors
-from phalanx.errors import UsageError
+from phalanx.backend.options import options_factory, select_transport
+from phalanx.backend.work import CompositeWork, Tensors
+from phalanx.errors import CollectiveTimeout, UsageError
 from phalanx.observe import recorder
+from phalanx.observe.escape import encodable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from datetime import timedelta
+
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
     from phalanx.backend.instrumentation import OperatorCall
 
 on_create: Callable[[ProcessGroup], None] | None = None
 """A function that is called with each new group; fault injection wraps its methods there."""
+
+
+_broadcast = options_factory(dist.BroadcastOptions, "rootRank")
+_allreduce = options_factory(dist.AllreduceOptions, "reduceOp")
+_reduce = options_factory(dist.ReduceOptions, "rootRank")
+_allgather = options_factory(AllgatherOptions)
+_gather = options_factory(dist.GatherOptions, "rootRank")
+_scatter = options_factory(dist.ScatterOptions, "rootRank")
+_reduce_scatter = options_factory(dist.ReduceScatterOptions, "reduceOp")
+_alltoall = options_factory(dist.AllToAllOptions)
+_barrier = options_factory(dist.BarrierOptions)
+
+_PreparedCall = tuple[NativeCall, Pairs, int, object]
+"""A native call, its outputs, the core's code of its operator, and an object to keep alive."""
+
+_NO_RECONFIGURE = (
+    "a group of Phalanx keeps its ranks: to continue with others, call destroy_process_group() and "
+    "init_process_group() on all of them"
+)
+_NO_WINDOW = "Phalanx has no one-sided operations: exchange tensors with isend() and irecv()"
+_NO_HOOKS = (
+    "PyTorch calls these hooks for its own groups only: `phalanx watch`, `phalanx trace` and "
+    "PyTorch's profiler show the operations of a group of Phalanx"
+)
 
 
 def create(options: Any, backend_options: object = None) -> ProcessGroup:
@@ -59,15 +111,15 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup:
     store, layout, rank_records, local = topology.join(
         store, rank, size, options.timeout, name, members, describe_missing, transport
     )
-    native = local
+    native: Any = local
     if len(layout.hosts) > 1:
-        # Groups of one host, the common case, need neither this module nor those of `hierarchical`.
-        from phalanx.backend.multihost import form_multihost_group
+        # Groups of one host, the common case, do not need the modules of `hierarchical`.
+        from phalanx.hierarchical import form_group
 
-        native = form_multihost_group(
-            local, layout, rank_records, store, transport, options.timeout
+        native = form_group(
+            local, layout, rank_records, store, transport, options.timeout, FailureFormatter
         )
-    torch_patches.apply()
+    torch_patches.apply(ProcessGroup)
     if os.environ.get("TORCH_DIST_NAN_CHECK") == "1":
         warn_once("nan", "TORCH_DIST_NAN_CHECK has no effect: PyTorch checks its own groups only")
     group = ProcessGroup(native, store, rank, size, name, options.timeout)
@@ -82,18 +134,26 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup:
 def _describe_missing(members: Sequence[int], rank: int, claimant: str) -> str:
     """Describe a missing rank of a group that is being formed."""
     default_group = dist.group.WORLD if dist.is_initialized() else None
-    native = (
-        default_group._native
-        if isinstance(default_group, Membership) and not default_group._native.closed
-        else None
-    )
+    native = default_group._membership.native if isinstance(default_group, ProcessGroup) else None
+    if native is not None and native.closed:
+        native = None
     return describe_missing_rank(native, members[rank] if members else rank, claimant)
 
 
-def _attempt_store(store: dist.Store) -> dist.Store:  # type: ignore[name-defined]
+def _attempt_store(store: Store) -> Store:
     """Return a store in which ranks restarted by torchrun do not find keys of the previous ones."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return store if attempt == "0" else dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
+
+
+def _unsupported_method(method: str, advice: str) -> Any:
+    """Return a method that raises `NotImplementedError` on every call."""
+
+    def refuse(self: Any, *_arguments: object, **_options: object) -> NoReturn:
+        label = self._membership.rank_label
+        raise NotImplementedError(f"[{label}] {method} is not supported: {advice}")
+
+    return refuse
 
 
 @delegate_cuda(
@@ -116,25 +176,442 @@ def _attempt_store(store: dist.Store) -> dist.Store:  # type: ignore[name-define
     "recv",
     "recv_anysource",
 )
-class ProcessGroup(Collectives):
+class ProcessGroup(dist.ProcessGroup):
     """A group of ranks that exchange tensors in shared memory, and by a transport between hosts.
 
     Blocking calls run in the caller's thread without the GIL; asynchronous ones run in the group's
     thread, in order. `torch.distributed` creates groups; users do not.
+
+    As in PyTorch's own groups, most collectives take an options object, or their main option (root
+    or operator), and a timeout. A tensor may stand for a list of one tensor.
     """
 
-    # Collectives on single tensors.
+    # PyTorch queries these on a group's backend. This group is its own backend.
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+    supports_shrinking = False
+    supports_reconfigure = False
+    supports_window = False
+
+    def __init__(
+        self, native: Any, store: Store, rank: int, size: int, name: str, timeout: timedelta
+    ) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg] # the stub lacks this constructor
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._name = name
+        self._desc = ""
+        self._backend_name = "phalanx"
+        self.hosts: tuple[tuple[int, ...], ...] = (tuple(range(size)),)
+        """The ranks of each host."""
+        self.transport = ""
+        """The name of the transport between hosts, if there are several."""
+        self._membership = Membership(native, rank, size, name, timeout.total_seconds())
+        self._executor = CollectiveExecutor(self._membership)
+        self._messages = Messages(self._membership, size)
+        self._nccl = NcclChild(store, rank, size, timeout)
+
+    # Properties of the group.
+
+    def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
+        # Only PyTorch's C++ calls this. Given the name "gloo", it would use the Gloo backend.
+        return "phalanx"
+
+    def name(self) -> str:
+        """Return the backend's name: "phalanx", or that of the backend that the group replaces."""
+        return self._backend_name
+
+    def set_backend_name(self, name: str) -> None:
+        """Set the name of the backend that this group replaces (see `replace`)."""
+        self._backend_name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        self._desc = desc
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(kind) for kind in kinds]
+
+    def _get_backend(self, device: torch.device) -> Any:  # noqa: ARG002 - PyTorch's signature
+        return self
+
+    get_backend = _get_backend  # called by `dist.get_backend_impl`
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._membership.native.sequence  # type: ignore[no-any-return]
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass  # the core counts from the beginning
+
+    # Methods of PyTorch 2.14 that Phalanx does not support.
+
+    get_reconfigure_handle = _unsupported_method("get_reconfigure_handle", _NO_RECONFIGURE)
+    reconfigure = _unsupported_method("reconfigure", _NO_RECONFIGURE)
+    new_window = _unsupported_method("new_window", _NO_WINDOW)
+    register_abort_hook = _unsupported_method("register_abort_hook", _NO_HOOKS)
+    register_pre_hook = _unsupported_method("register_pre_hook", _NO_HOOKS)
+    register_post_hook = _unsupported_method("register_post_hook", _NO_HOOKS)
+
+    # Timeouts, and leaving the group.
+
+    def _wait_for_pending_works(self) -> None:
+        self._membership.collective_thread.drain()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time that an operation may wait for its peers, from the next operation on."""
+        self._membership.timeout = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Leave the group and notify its peers.
+
+        Operations in progress that do not end within two seconds abort the group.
+        """
+        membership = self._membership
+        if not membership.native.closed:
+            membership.stop_threads()
+            self._nccl.shutdown()
+            membership.leave()
+            self._messages.abandon()
+
+    def abort(self, reason: str = "") -> None:
+        """Make every waiting rank of the group raise `Aborted`, and leave the group."""
+        if not isinstance(reason, str):
+            raise UsageError(f"abort: reason is {reason!r}, expected a str that states the reason")
+        if not self._membership.native.closed:
+            self._membership.native.abort(encodable(reason))
+            self._nccl.abort()
+            self.shutdown()
+
+    def fail(self, error: BaseException) -> None:
+        """Leave the group because of `error`, so that its peers raise `PeerLost`.
+
+        The peers in all other groups of this process do so too; those groups become unusable.
+        """
+        if not self._membership.native.closed:
+            fail_all_groups(error)
+            self._nccl.abort()
+            self.shutdown()
+
+    # Messages.
+
+    def send(self, tensors: Tensors, dst: int, tag: int) -> dist.Work:
+        """Send a tensor to a rank of the group; complete when the tensor is in shared memory."""
+        blocking = is_blocking()
+        operator = self, "send", tensors, dst, tag
+        if active_mode_count() or is_profiling():
+            run = partial(self._messages.send, operator, dst, tag, blocking)
+            return self._messages.run_observed("send", operator, run)
+        return self._messages.send(operator, dst, tag, blocking)
+
+    def recv(self, tensors: Tensors, src: int, tag: int) -> dist.Work:
+        """Receive a tensor of exactly this dtype and element count from a rank of the group."""
+        check_peer(src, self._size, "recv")
+        blocking = is_blocking()
+        operator = self, "recv", tensors, src, tag
+        if active_mode_count() or is_profiling():
+            run = partial(self._messages.recv, operator, src, tag, blocking)
+            return self._messages.run_observed("recv", operator, run)
+        return self._messages.recv(operator, src, tag, blocking)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
+        """Receive from any rank; `Work._source_rank()` returns the rank of the sender."""
+        blocking = is_blocking()
+        operator = self, "recv_anysource", tensors, tag
+        run = partial(self._messages.recv, operator, ANY_SOURCE, tag, blocking)
+        if active_mode_count() or is_profiling():
+            return self._messages.run_observed("recvAnySource", operator, run)
+        return run()
+
+    # Collectives, in the order of PyTorch's documentation.
+
+    def broadcast(
+        self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
+        """Overwrite the tensor of every rank with the root's."""
+        opts = _broadcast(opts, timeout)
+        tensor = single_tensor(tensors, "broadcast")
+        root = check_root(opts.rootRank, self._size, "broadcast")
+        code = dtype_code(tensor.dtype, "broadcast")
+        flat = (prepare_input if root == self._rank else prepare_output)(tensor, "broadcast")
+        native = self._membership.native
+        call = partial(native.broadcast, flat.data_ptr(), flat.numel(), code, root)
+        outputs = [] if root == self._rank else [(tensor, flat)]
+        operator = self, "broadcast", [tensor], opts
+        return self._executor.run("broadcast", call, tensor, opts, outputs, operator, 0, root, flat)
+
+    def allreduce(
+        self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
+        """Combine the tensors of all ranks; every rank gets the result, in place."""
+        opts = _allreduce(opts, timeout)
+        tensor = single_tensor(tensors, "all_reduce")
+        native, op = self._membership.native, opts.reduceOp
+        operator = self, "allreduce", [tensor], opts
+        if tensor.is_sparse:
+            call: NativeCall = sum_sparse(native, tensor, op, self._size)
+            return self._executor.run("all_reduce", call, tensor, opts, [], operator)
+        reduction = find_reduction(op, tensor, "all_reduce")
+        flat = prepare_output(tensor, "all_reduce")
+        if reduction.premultiplies:
+            flat = premultiply(flat, op)
+        call = partial(
+            native.all_reduce, flat.data_ptr(), flat.numel(), reduction.dtype, reduction.op
+        )
+        if reduction.divides:
+            call = divide_after(call, flat, self._size)
+        return self._executor.run(
+            "all_reduce", call, tensor, opts, [(tensor, flat)], operator, reduction.op
+        )
+
+    def reduce(
+        self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
+        """Combine the tensors of all ranks; the root gets the result, in place."""
+        opts = _reduce(opts, timeout)
+        tensor = single_tensor(tensors, "reduce")
+        root = check_root(opts.rootRank, self._size, "reduce")
+        is_root, op = root == self._rank, opts.reduceOp
+        reduction = find_reduction(op, tensor, "reduce")
+        flat = (prepare_output if is_root else prepare_input)(tensor, "reduce")
+        if reduction.premultiplies:
+            flat = premultiply(flat, op)
+        operands = flat.data_ptr(), flat.numel(), reduction.dtype, reduction.op
+        call: NativeCall = partial(self._membership.native.reduce, *operands, root)
+        if reduction.divides and is_root:
+            call = divide_after(call, flat, self._size)
+        outputs = [(tensor, flat)] if is_root else []
+        operator = self, "reduce", [tensor], opts
+        return self._executor.run(
+            "reduce", call, tensor, opts, outputs, operator, reduction.op, root, flat
+        )
+
+    def allgather(
+        self,
+        output_tensors: list[Tensors],
+        input_tensors: Tensors,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> dist.Work:
+        """Collect the tensors of all ranks, in rank order, on every rank."""
+        opts, name = _allgather(opts, timeout), "all_gather"
+        tensor = single_tensor(input_tensors, name)
+        outputs = tensors_per_rank(output_tensors, self._size, name, "outputs")
+        check_same_kind(outputs, tensor, name, sized_indices=(self._rank,))
+        flat = prepare_input(tensor, name)
+        pairs = [(output, prepare_output(output, name)) for output in outputs]
+        flats = [output for _, output in pairs]
+        code = dtype_code(tensor.dtype, name)
+        native = self._membership.native
+        addresses = [output.data_ptr() for output in flats]
+        counts = [output.numel() for output in flats]
+        if counts == [flat.numel()] * self._size:
+            if is_misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
+                flat = flat.clone()
+            call: NativeCall = partial(
+                native.all_gather, flat.data_ptr(), addresses, flat.numel(), code
+            )
+        else:
+            if overlaps_any(flat, [flats[self._rank]], code):
+                flat = flat.clone()
+            copy_back(flats[self._rank].view(-1), flat.view(-1))
+            call = run_sequentially(
+                partial(native.broadcast, addresses[root], counts[root], code, root)
+                for root in range(self._size)
+            )
+        operator = self, "allgather", [outputs], [tensor], opts
+        return self._executor.run(name, call, tensor, opts, pairs, operator, 0, -1, flat)
+
+    def gather(
+        self,
+        output_tensors: list[Tensors],
+        input_tensors: Tensors,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> dist.Work:
+        """Collect the tensors of all ranks, in rank order, on the root."""
+        opts = _gather(opts, timeout)
+        tensor = single_tensor(input_tensors, "gather")
+        root = check_root(opts.rootRank, self._size, "gather")
+        outputs: Tensors = []
+        if root == self._rank:
+            outputs = tensors_per_rank(output_tensors, self._size, "gather", "outputs")
+            check_same_kind(outputs, tensor, "gather")
+        flat = prepare_input(tensor, "gather")
+        flats = [prepare_output(output, "gather") for output in outputs]
+        code, addresses = dtype_code(tensor.dtype, "gather"), addresses_of(flats)
+        if is_misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
+            flat = flat.clone()
+        operands = flat.data_ptr(), addresses, flat.numel(), code
+        call = partial(self._membership.native.gather, *operands, root)
+        pairs = list(zip(outputs, flats, strict=True))
+        operator = self, "gather", [outputs] if outputs else [], [tensor], opts
+        return self._executor.run("gather", call, tensor, opts, pairs, operator, 0, root, flat)
+
+    def scatter(
+        self,
+        output_tensors: Tensors,
+        input_tensors: list[Tensors],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> dist.Work:
+        """Send each rank its tensor from the root's list."""
+        opts = _scatter(opts, timeout)
+        tensor = single_tensor(output_tensors, "scatter")
+        root = check_root(opts.rootRank, self._size, "scatter")
+        inputs: Tensors = []
+        if root == self._rank:
+            inputs = tensors_per_rank(input_tensors, self._size, "scatter", "inputs")
+            check_same_kind(inputs, tensor, "scatter")
+        flat = prepare_output(tensor, "scatter")
+        flats = [prepare_input(item, "scatter") for item in inputs]
+        code, addresses = dtype_code(tensor.dtype, "scatter"), addresses_of(flats)
+        if is_misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
+            flat = torch.empty_like(flat)
+        operands = addresses, flat.data_ptr(), flat.numel(), code
+        call = partial(self._membership.native.scatter, *operands, root)
+        operator = self, "scatter", [tensor], [inputs] if inputs else [], opts
+        return self._executor.run(
+            "scatter", call, tensor, opts, [(tensor, flat)], operator, 0, root, flats, inputs
+        )
+
+    def reduce_scatter(
+        self,
+        output_tensors: Tensors,
+        input_tensors: list[Tensors],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> dist.Work:
+        """Combine the lists of all ranks; every rank gets the entry at its rank."""
+        opts, name = _reduce_scatter(opts, timeout), "reduce_scatter"
+        tensor = single_tensor(output_tensors, name)
+        inputs = tensors_per_rank(input_tensors, self._size, name, "inputs")
+        check_same_kind(inputs, tensor, name, sized_indices=(self._rank,))
+        flat = prepare_output(tensor, name)
+        reduction = find_reduction(opts.reduceOp, tensor, name)
+        sources = [prepare_input(item, name) for item in inputs]
+        if reduction.premultiplies:
+            sources = [premultiply(source, opts.reduceOp) for source in sources]
+        native, code, op = self._membership.native, reduction.dtype, reduction.op
+        if counts_of(sources) == [flat.numel()] * self._size:
+            addresses = addresses_of(sources)
+            if is_misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
+                flat = torch.empty_like(flat)
+            call: NativeCall = partial(
+                native.reduce_scatter, addresses, flat.data_ptr(), flat.numel(), code, op
+            )
+        else:
+            if overlaps_any(flat, sources, code):
+                flat = torch.empty_like(flat)
+            copy_back(flat.view(-1), sources[self._rank].view(-1))
+            sources[self._rank] = flat
+            call = run_sequentially(
+                partial(native.reduce, source.data_ptr(), source.numel(), code, op, root)
+                for root, source in enumerate(sources)
+            )
+        if reduction.divides:
+            call = divide_after(call, flat, self._size)
+        operator = self, "reduce_scatter", [tensor], [inputs], opts
+        return self._executor.run(
+            name, call, tensor, opts, [(tensor, flat)], operator, op, -1, sources
+        )
+
+    def alltoall(
+        self,
+        output_tensors: Tensors,
+        input_tensors: Tensors,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> dist.Work:
+        """Send each rank its tensor from the list; sizes may differ between pairs of ranks."""
+        opts, name = _alltoall(opts, timeout), "all_to_all"
+        outputs = tensors_per_rank(output_tensors, self._size, name, "outputs")
+        inputs = tensors_per_rank(input_tensors, self._size, name, "inputs")
+        check_same_kind(inputs, inputs[0], name, sized_indices=())
+        check_same_kind(outputs, inputs[self._rank], name, sized_indices=(self._rank,))
+        sources = [prepare_input(item, name) for item in inputs]
+        flats = [prepare_output(output, name) for output in outputs]
+        code = dtype_code(inputs[0].dtype, name)
+        input_counts, output_counts = counts_of(sources), counts_of(flats)
+        starts, targets = addresses_of(sources), addresses_of(flats)
+        if overlap(starts, input_counts, targets, output_counts, code):
+            # Incoming data would overwrite parts that other ranks have not read yet.
+            sources = [source.clone() for source in sources]
+            starts = addresses_of(sources)
+        operands = starts, input_counts, targets, output_counts, code
+        call = partial(self._membership.native.all_to_all, *operands)
+        pairs = list(zip(outputs, flats, strict=True))
+        operator = self, "alltoall", outputs, inputs, opts
+        return self._executor.run(name, call, inputs[0], opts, pairs, operator, 0, -1, sources)
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """Block until all ranks have entered the barrier."""
+        opts = _barrier(opts, timeout)
+        call, operator = self._membership.native.barrier, (self, "barrier", opts)
+        return self._executor.run("barrier", call, None, opts, [], operator)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Block until all ranks have entered; on a timeout, name the missing ranks on every rank.
+
+        Args:
+            timeout: The maximum time to wait; the group's timeout if None. If it is zero or less,
+                the call raises without waiting.
+            wait_all_ranks: Whether the part of the message in PyTorch's wording, at its end, names
+                all missing ranks, not only the first. The beginning names all in either case.
+
+        Raises:
+            CollectiveTimeout: Some ranks did not arrive in time; the message has their numbers and
+                pids. The group is then broken, as after every timeout, unless `timeout` was zero
+                or less.
+        """
+        opts = dist.BarrierOptions()
+        opts.asyncOp = False
+        if timeout is not None:
+            opts.timeout = timeout
+            if timeout.total_seconds() <= 0:
+                raise CollectiveTimeout(
+                    f"[{self._membership.rank_label} on {socket.gethostname()}] monitored_barrier "
+                    f"at {call_site()}: Rank {self._rank} timed out in monitoredBarrier, with a "
+                    f"timeout of {timeout}"
+                )
+        native = self._membership.native
+        try:
+            operator = self, "monitored_barrier", opts.timeout, wait_all_ranks
+            self._executor.run("monitored_barrier", native.barrier, None, opts, [], operator)
+        except CollectiveTimeout as error:
+            missing = [] if native.closed else native.ranks_behind(0)
+            gloo_message = _gloo_message(self._rank, missing if wait_all_ranks else missing[:1])
+            raise CollectiveTimeout(f"{error}. {gloo_message}") from None
+
+    # Collectives on single tensors, which hold one part per rank.
 
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> dist.Work:
         """Collect the tensors of all ranks, one after another in rank order, in one tensor."""
-        opts = opts or AllgatherOptions()
-        call, pair, keep_alive = self._prepare_gather(output, input, "all_gather_single")
-        operator = "all_gather_single", output, input, opts
-        return self._run_collective(
-            "all_gather_single", call, input, opts, [pair], operator, 0, -1, keep_alive
-        )
+        opts, name = opts or AllgatherOptions(), "all_gather_single"
+        call, pairs, op, keep_alive = self._prepare_gather(output, input, name)
+        operator = self, name, output, input, opts
+        return self._executor.run(name, call, input, opts, pairs, operator, op, -1, keep_alive)
 
     def gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
@@ -144,7 +621,7 @@ class ProcessGroup(Collectives):
         outputs = []
         if opts.rootRank == self._rank:
             if output.numel() != self._size * input.numel():
-                raise self._size_error(output, input, "gather_single", "output", "input")
+                raise size_error(output, input, self._size, "gather_single", ("output", "input"))
             if not output.is_contiguous():
                 raise UsageError(
                     f"gather_single: the output {format_tensor(output)} has strides "
@@ -157,12 +634,12 @@ class ProcessGroup(Collectives):
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> dist.Work:
         """Combine the tensors of all ranks; every rank gets the part at its rank."""
-        opts = opts or dist.ReduceScatterOptions()
-        call, pair, op, keep_alive = self._prepare_reduce_scatter(
-            output, input, opts.reduceOp, "reduce_scatter_single"
+        opts, name = opts or dist.ReduceScatterOptions(), "reduce_scatter_single"
+        call, pairs, op, keep_alive = self._prepare_reduce_scatter(
+            output, input, opts.reduceOp, name
         )
-        name, operator = "reduce_scatter_single", ("reduce_scatter_single", output, input, opts)
-        return self._run_collective(name, call, input, opts, [pair], operator, op, -1, keep_alive)
+        operator = self, name, output, input, opts
+        return self._executor.run(name, call, input, opts, pairs, operator, op, -1, keep_alive)
 
     def all_to_all_single(
         self,
@@ -173,8 +650,7 @@ class ProcessGroup(Collectives):
         opts: Any = None,
     ) -> dist.Work:
         """Send each rank its rows of a tensor, by the split sizes or, if empty, equally many."""
-        opts = opts or dist.AllToAllOptions()
-        name = "all_to_all_single"
+        opts, name = opts or dist.AllToAllOptions(), "all_to_all_single"
         check_pair(output, input, name)
         flat_in = prepare_input(input, name)
         flat_out = prepare_output(output, name)
@@ -182,7 +658,7 @@ class ProcessGroup(Collectives):
         if -flat_out.nbytes < offset < flat_in.nbytes:
             # Incoming data would overwrite parts that other ranks have not read yet.
             flat_in = flat_in.clone()
-        code = dtype_code(input.dtype, name)
+        code, native = dtype_code(input.dtype, name), self._membership.native
         count, remainder = divmod(flat_in.numel(), self._size)
         is_even = not (remainder or input_split_sizes or output_split_sizes)
         if (
@@ -192,101 +668,78 @@ class ProcessGroup(Collectives):
             and input.size(0) % self._size == 0
         ):
             addresses = flat_in.data_ptr(), flat_out.data_ptr()
-            call: NativeCall = partial(self._native.all_to_all_single, *addresses, count, code)
+            call: NativeCall = partial(native.all_to_all_single, *addresses, count, code)
         else:
-            inputs = self._split_rows(flat_in, input_split_sizes, name, "input")
-            outputs = self._split_rows(flat_out, output_split_sizes, name, "output")
-            self._check_own_parts(inputs[1], outputs[1], name)
-            call = partial(self._native.all_to_all, *inputs, *outputs, code)
+            starts, counts = split_rows(flat_in, input_split_sizes, self._size, name, "input")
+            outputs = split_rows(flat_out, output_split_sizes, self._size, name, "output")
+            sent, received = counts[self._rank], outputs[1][self._rank]
+            if sent != received:
+                raise UsageError(
+                    f"{name}: rank {self._rank} sends itself {sent} elements and receives "
+                    f"{received}: the split sizes of input and output must agree"
+                )
+            call = partial(native.all_to_all, starts, counts, *outputs, code)
         pairs = [(output, flat_out)]
-        operator = name, output, input, output_split_sizes, input_split_sizes, opts
-        return self._run_collective(name, call, input, opts, pairs, operator, 0, -1, flat_in)
+        operator = self, name, output, input, output_split_sizes, input_split_sizes, opts
+        return self._executor.run(name, call, input, opts, pairs, operator, 0, -1, flat_in)
 
     # Coalesced collectives: several operations with one work.
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Combine each tensor of the list with those of all ranks, in place."""
-        opts = opts or dist.AllreduceCoalescedOptions()
-        name, native = "all_reduce_coalesced", self._native
-        calls, pairs, op = [], [], 0
-        for tensor in tensors:
-            reduction = find_reduction(opts.reduceOp, tensor, name)
-            flat = prepare_output(tensor, name)
-            if reduction.premultiplies:
-                flat = premultiply(flat, opts.reduceOp)
-            op = reduction.op
-            call = partial(native.all_reduce, flat.data_ptr(), flat.numel(), reduction.dtype, op)
-            calls.append(divide_after(call, flat, self._size) if reduction.divides else call)
-            pairs.append((tensor, flat))
-        operator = "allreduce_coalesced", tensors, opts
-        return self._run_coalesced(name, calls, tensors, opts, pairs, op=op, operator=operator)
+        opts, name = opts or dist.AllreduceCoalescedOptions(), "all_reduce_coalesced"
+        prepared = [self._prepare_all_reduce(tensor, opts.reduceOp, name) for tensor in tensors]
+        operator = self, "allreduce_coalesced", tensors, opts
+        return self._run_coalesced(name, prepared, tensors, opts, operator)
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> dist.Work:
         """Do `all_gather_single` for each pair of an output and an input."""
-        opts = opts or AllgatherOptions()
-        name = "all_gather_single_coalesced"
-        _check_same_length(outputs, inputs, name)
+        opts, name = opts or AllgatherOptions(), "all_gather_single_coalesced"
+        check_same_length(outputs, inputs, name)
         prepared = [self._prepare_gather(*pair, name) for pair in zip(outputs, inputs, strict=True)]
-        calls = [call for call, _, _ in prepared]
-        pairs = [pair for _, pair, _ in prepared]
-        operator = name, outputs, inputs, opts
-        return self._run_coalesced(
-            name, calls, inputs, opts, pairs, keep_alive=prepared, operator=operator
-        )
+        operator = self, name, outputs, inputs, opts
+        return self._run_coalesced(name, prepared, inputs, opts, operator)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> dist.Work:
         """Do `reduce_scatter_single` for each pair of an output and an input."""
-        opts = opts or dist.ReduceScatterOptions()
-        name = "reduce_scatter_single_coalesced"
-        _check_same_length(outputs, inputs, name)
+        opts, name = opts or dist.ReduceScatterOptions(), "reduce_scatter_single_coalesced"
+        check_same_length(outputs, inputs, name)
         prepared = [
-            self._prepare_reduce_scatter(output, source, opts.reduceOp, name)
-            for output, source in zip(outputs, inputs, strict=True)
+            self._prepare_reduce_scatter(*pair, opts.reduceOp, name)
+            for pair in zip(outputs, inputs, strict=True)
         ]
-        calls = [call for call, _, _, _ in prepared]
-        pairs = [pair for _, pair, _, _ in prepared]
-        op = prepared[0][2] if prepared else 0
-        operator = name, outputs, inputs, opts
-        return self._run_coalesced(
-            name, calls, inputs, opts, pairs, op=op, keep_alive=prepared, operator=operator
-        )
+        operator = self, name, outputs, inputs, opts
+        return self._run_coalesced(name, prepared, inputs, opts, operator)
 
     def allgather_coalesced(
         self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None
     ) -> dist.Work:
         """Collect each tensor of the list from all ranks; `output_lists` has one list per rank."""
-        opts = opts or AllgatherOptions()
-        name = "all_gather_coalesced"
+        opts, name = opts or AllgatherOptions(), "all_gather_coalesced"
         if len(output_lists) != self._size:
             raise UsageError(
                 f"{name}: got {len(output_lists)} lists of outputs, expected one per rank, "
                 f"{self._size}"
             )
-        calls: list[NativeCall] = []
-        pairs: Pairs = []
         flats = [prepare_input(source, name) for source in inputs]
         for outputs in output_lists:
-            _check_same_length(outputs, inputs, name)
-        for index, source in enumerate(inputs):
-            outputs = [each[index] for each in output_lists]
+            check_same_length(outputs, inputs, name)
+        prepared: list[_PreparedCall] = []
+        for source, prepared_input, *outputs in zip(inputs, flats, *output_lists, strict=True):
             check_same_kind(outputs, source, name)
-            targets = [prepare_output(output, name) for output in outputs]
-            code, addresses = dtype_code(source.dtype, name), [flat.data_ptr() for flat in targets]
-            flat = flats[index]
+            flat, targets = prepared_input, [prepare_output(output, name) for output in outputs]
+            code, addresses = dtype_code(source.dtype, name), addresses_of(targets)
             if is_misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
-                flat = flats[index] = flat.clone()
-            calls.append(
-                partial(self._native.all_gather, flat.data_ptr(), addresses, flat.numel(), code)
-            )
-            pairs.extend(zip(outputs, targets, strict=True))
-        operator = "allgather_coalesced", output_lists, inputs, opts
-        return self._run_coalesced(
-            name, calls, inputs, opts, pairs, keep_alive=flats, operator=operator
-        )
+                flat = flat.clone()
+            operands = flat.data_ptr(), addresses, flat.numel(), code
+            call = partial(self._membership.native.all_gather, *operands)
+            prepared.append((call, list(zip(outputs, targets, strict=True)), 0, flat))
+        operator = self, "allgather_coalesced", output_lists, inputs, opts
+        return self._run_coalesced(name, prepared, inputs, opts, operator)
 
     # Former names in PyTorch, which libraries may still call.
 
@@ -297,33 +750,55 @@ class ProcessGroup(Collectives):
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
+    # Coalescing of any operations by PyTorch.
+
+    def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002 - PyTorch's signature
+        self._executor.coalesced_works = self._messages.coalesced_works = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
+        works = self._executor.coalesced_works or []
+        self._executor.coalesced_works = self._messages.coalesced_works = None
+        return CompositeWork(works)
+
+    # The names that PyTorch's C++ calls from 2.14 on.
+    start_coalescing = _start_coalescing
+    end_coalescing = _end_coalescing
+
     # Helpers.
 
     def _run_coalesced(
         self,
         name: str,
-        calls: Sequence[NativeCall],
-        subjects: Tensors,
+        prepared: list[_PreparedCall],
+        inputs: Tensors,
         opts: Any,
-        pairs: Pairs,
-        *,
-        op: int = 0,
-        keep_alive: object = None,
         operator: OperatorCall,
     ) -> dist.Work:
-        subject = subjects[0] if subjects else None
-        call = run_sequentially(calls)
-        return self._run_collective(
-            name, call, subject, opts, pairs, operator, op, -1, keep_alive, subjects
+        call = run_sequentially(call for call, _, _, _ in prepared)
+        pairs = [pair for _, pairs, _, _ in prepared for pair in pairs]
+        subject, op = (inputs[0], prepared[0][2]) if inputs else (None, 0)
+        return self._executor.run(
+            name, call, subject, opts, pairs, operator, op, -1, prepared, inputs
         )
+
+    def _prepare_all_reduce(self, tensor: torch.Tensor, op: Any, name: str) -> _PreparedCall:
+        reduction = find_reduction(op, tensor, name)
+        flat = prepare_output(tensor, name)
+        if reduction.premultiplies:
+            flat = premultiply(flat, op)
+        operands = flat.data_ptr(), flat.numel(), reduction.dtype, reduction.op
+        call: NativeCall = partial(self._membership.native.all_reduce, *operands)
+        if reduction.divides:
+            call = divide_after(call, flat, self._size)
+        return call, [(tensor, flat)], reduction.op, None
 
     def _prepare_gather(
         self, output: torch.Tensor, source: torch.Tensor, name: str
-    ) -> tuple[NativeCall, tuple[torch.Tensor, torch.Tensor], object]:
+    ) -> _PreparedCall:
         check_pair(output, source, name)
         count = source.numel()
         if output.numel() != self._size * count:
-            raise self._size_error(output, source, name, "output", "input")
+            raise size_error(output, source, self._size, name, ("output", "input"))
         flat = prepare_input(source, name)
         target = prepare_output(output, name)
         addresses = flat.data_ptr(), target.data_ptr()
@@ -331,31 +806,30 @@ class ProcessGroup(Collectives):
             flat = flat.clone()
             addresses = flat.data_ptr(), addresses[1]
         code = dtype_code(source.dtype, name)
-        call = partial(self._native.all_gather_single, *addresses, count, code)
-        return call, (output, target), flat
+        call = partial(self._membership.native.all_gather_single, *addresses, count, code)
+        return call, [(output, target)], 0, flat
 
     def _prepare_reduce_scatter(
-        self, output: torch.Tensor, source: torch.Tensor, reduce_op: Any, name: str
-    ) -> tuple[NativeCall, tuple[torch.Tensor, torch.Tensor], int, object]:
+        self, output: torch.Tensor, source: torch.Tensor, op: Any, name: str
+    ) -> _PreparedCall:
         check_pair(output, source, name)
         count = output.numel()
         if source.numel() != self._size * count:
-            raise self._size_error(source, output, name, "input", "output")
-        reduction = find_reduction(reduce_op, output, name)
+            raise size_error(source, output, self._size, name, ("input", "output"))
+        reduction = find_reduction(op, output, name)
         flat = prepare_input(source, name)
         if reduction.premultiplies:
-            flat = premultiply(flat, reduce_op)
+            flat = premultiply(flat, op)
         target = prepare_output(output, name)
         addresses = flat.data_ptr(), target.data_ptr()
         if self._is_misplaced(addresses[1], addresses[0], target.nbytes):
             target = torch.empty_like(target)
             addresses = addresses[0], target.data_ptr()
-        call: NativeCall = partial(
-            self._native.reduce_scatter_single, *addresses, count, reduction.dtype, reduction.op
-        )
+        operands = *addresses, count, reduction.dtype, reduction.op
+        call: NativeCall = partial(self._membership.native.reduce_scatter_single, *operands)
         if reduction.divides:
             call = divide_after(call, target, self._size)
-        return call, (output, target), reduction.op, flat
+        return call, [(output, target)], reduction.op, flat
 
     def _is_misplaced(self, part: int, whole: int, size: int) -> bool:
         """Return whether a part overlaps the whole without being exactly this rank's part of it.
@@ -368,61 +842,67 @@ class ProcessGroup(Collectives):
         offset = part - whole
         return -size < offset < self._size * size and offset != self._rank * size
 
-    def _part_addresses(self, whole: torch.Tensor) -> list[int]:
-        """Return the addresses of the equally sized parts of a contiguous tensor, one per rank."""
-        start = whole.data_ptr()
-        step = whole.numel() // self._size * whole.element_size()
-        return [start + rank * step for rank in range(self._size)]
 
-    def _size_error(
-        self, whole: torch.Tensor, part: torch.Tensor, name: str, whole_role: str, part_role: str
-    ) -> UsageError:
-        return UsageError(
-            f"{name}: the {whole_role} {format_tensor(whole)} has {whole.numel()} elements, "
-            f"expected {self._size * part.numel()}: {self._size} times those of the {part_role} "
-            f"{format_tensor(part)}"
+def _gloo_message(rank: int, missing: Sequence[int]) -> str:
+    """Return the message of Gloo's monitored_barrier, for programs that search for it."""
+    if rank != 0:
+        return (
+            f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting "
+            "for send/recv from rank 0"
         )
-
-    def _split_rows(
-        self, flat: torch.Tensor, splits: Sequence[int], name: str, role: str
-    ) -> tuple[list[int], list[int]]:
-        """Return the addresses and the element counts of the rows for each rank."""
-        rows = flat.size(0) if flat.dim() else 1
-        if not splits:
-            if rows % self._size:
-                raise UsageError(
-                    f"{name}: the {role} {format_tensor(flat)} has {rows} rows, which {self._size} "
-                    f"ranks cannot share equally: give {role}_split_sizes"
-                )
-            return self._part_addresses(flat), [flat.numel() // self._size] * self._size
-        try:
-            sizes = list(map(operator.index, splits))
-        except TypeError:
-            sizes = []  # fails the check of the length below
-        if len(sizes) != self._size or sum(sizes) != rows or min(sizes) < 0:
-            raise UsageError(
-                f"{name}: {role}_split_sizes are {list(splits)}, expected {self._size} integers, "
-                f"one per rank, that sum up to the {rows} rows of the {role} {format_tensor(flat)}"
-            )
-        row = flat.numel() // rows if rows else 0
-        counts = [size * row for size in sizes]
-        addresses, start = [], flat.data_ptr()
-        for count in counts:
-            addresses.append(start)
-            start += count * flat.element_size()
-        return addresses, counts
-
-    def _check_own_parts(
-        self, input_counts: list[int], output_counts: list[int], name: str
-    ) -> None:
-        if input_counts[self._rank] != output_counts[self._rank]:
-            raise UsageError(
-                f"{name}: rank {self._rank} sends itself {input_counts[self._rank]} elements and "
-                f"receives {output_counts[self._rank]}: the split sizes of input and output must "
-                "agree"
-            )
+    ranks = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    return f"{ranks} failed to pass monitoredBarrier"
 
 
-def _check_same_length(outputs: Sequence[object], inputs: Sequence[object], name: str) -> None:
-    if len(outputs) != len(inputs):
-        raise UsageError(f"{name}: got {len(outputs)} outputs for {len(inputs)} inputs")
+def abort(group: dist.ProcessGroup | None = None, reason: str = "") -> None:
+    """Break a group: every rank that waits in it, or enters an operation, raises `Aborted` at once.
+
+    This rank leaves the group; the others should too (`destroy_process_group`). The same processes,
+    or the remaining ones, can then form another group. Blocks for at most the two seconds that this
+    rank's own pending operations have to end.
+
+    Args:
+        group: The group; None for the default group.
+        reason: The reason, in one line, for the exceptions of the other ranks and
+            `phalanx explain`. Text beyond 639 bytes of UTF-8 is cut.
+
+    Raises:
+        UsageError: There is no such group, it is not a group of Phalanx, or `reason` is not a str.
+    """
+    if group is None:
+        group = dist.group.WORLD if dist.is_initialized() else None
+        if group is None:
+            raise UsageError("abort: there is no default group; give one, or form it first")
+    if not isinstance(group, ProcessGroup):
+        raise UsageError(
+            f"abort: group is {group!r}, expected a group of the backend 'phalanx'; for others "
+            "see torch.distributed.ProcessGroup.abort"
+        )
+    group.abort(reason)
+
+
+def host_ranks(group: dist.ProcessGroup | None = None) -> list[list[int]]:
+    """Return the ranks of a group by host; the ranks in one list share memory. Never blocks.
+
+    On the backend "phalanx", the ranks proved this to each other when the group was formed. On
+    other backends it is unknown, and each rank counts as a host of its own.
+
+    Args:
+        group: The group; None for the default group.
+
+    Returns:
+        A list of ranks in ascending order for each host, numbered as in the default group. Hosts
+        are in order of their lowest rank.
+
+    Raises:
+        UsageError: There is no process group, or this rank is not in `group`.
+    """
+    if not dist.is_initialized():
+        raise UsageError("host_ranks: no process group, expected one: call phalanx.init() first")
+    if dist.get_rank(group) < 0:
+        raise UsageError("host_ranks: this rank is not a member of the group given")
+    ranks = dist.get_process_group_ranks(group)
+    actual = group or dist.group.WORLD
+    if not isinstance(actual, ProcessGroup):
+        return [[rank] for rank in ranks]
+    return [[ranks[member] for member in host] for host in actual.hosts]

@@ -55,10 +55,7 @@ class CollectiveThread:
         with self._lock:
             thread = self._thread
             self._queue.put(None)
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(seconds)
-            return not thread.is_alive()
-        return True
+        return _join(thread, seconds)
 
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:
@@ -119,10 +116,7 @@ class MessageThread:
         self._group.stop()
         with self._lock:
             thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(seconds)
-            return not thread.is_alive()
-        return True
+        return _join(thread, seconds)
 
     def _run(self) -> None:
         while done := self._group.serve():
@@ -130,3 +124,11 @@ class MessageThread:
                 with self._lock:
                     report = self._watchers.pop(message.id)
                 report()
+
+
+def _join(thread: threading.Thread | None, seconds: float) -> bool:
+    """Wait for a thread other than the current one; return whether it ended within `seconds`."""
+    if thread is None or thread is threading.current_thread():
+        return True
+    thread.join(seconds)
+    return not thread.is_alive()

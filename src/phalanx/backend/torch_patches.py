@@ -21,23 +21,27 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import torch_versions
-from phalanx.backend.membership import Membership
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_is_applied = False
+_group_class: type[dist.ProcessGroup] | None = None
+"""The class of the groups of Phalanx, once the patches have been applied."""
 # The libraries of the registered kernels. A kernel is unregistered when its library is freed.
 _kernels: list[torch.library.Library] = []
 # The work that DDP's next backward waits for, by module.
 _join_works: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
 
 
-def apply() -> None:
-    """Apply the patches; called for every group, has an effect for the first one only."""
-    global _is_applied  # noqa: PLW0603
-    if not _is_applied:
-        _is_applied = True
+def apply(group_class: type[dist.ProcessGroup]) -> None:
+    """Apply the patches; called for every group, has an effect for the first one only.
+
+    Args:
+        group_class: The class of the groups of Phalanx.
+    """
+    global _group_class  # noqa: PLW0603
+    if _group_class is None:
+        _group_class = group_class
         _patch("monitored_barrier", _monitored_barrier)
         if not torch_versions.GROUPS_SET_TIMEOUT:
             _patch("_set_pg_timeout", _set_pg_timeout)
@@ -69,7 +73,7 @@ def _monitored_barrier(
         return
     if isinstance(timeout, int | float):
         timeout = timedelta(seconds=timeout)
-    phalanx_group.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]
+    phalanx_group.monitored_barrier(timeout, wait_all_ranks)
 
 
 def _set_pg_timeout(original: Callable[..., None], timeout: timedelta, group: Any = None) -> None:
@@ -80,10 +84,10 @@ def _set_pg_timeout(original: Callable[..., None], timeout: timedelta, group: An
         phalanx_group.set_timeout(timeout)
 
 
-def _phalanx_group(group: Any) -> Membership | None:
+def _phalanx_group(group: Any) -> Any:
     """Return the group, or the default group if None, if it is a group of Phalanx; else None."""
     group = dist.group.WORLD if group is None else group
-    return group if isinstance(group, Membership) else None
+    return group if _group_class is not None and isinstance(group, _group_class) else None
 
 
 def _register_kernels() -> None:

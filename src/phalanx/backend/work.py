@@ -23,8 +23,7 @@ from torch.distributed import Work
 from torch.futures import Future
 
 from phalanx import _native
-from phalanx.backend import deadlock_detector, lifetime
-from phalanx.errors import UsageError
+from phalanx.backend import deadlock_detector, membership
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,11 +49,17 @@ def timeout_seconds(timeout: timedelta | None, default: float) -> float:
 
 
 class FinishedWork(Work):
-    """An operation that ended before its call returned."""
+    """An operation that ended before its call returned.
 
-    def __init__(self, outputs: Tensors) -> None:
+    Args:
+        outputs: The tensors that the operation has written.
+        peer: The other rank of a message; -1 for a collective.
+    """
+
+    def __init__(self, outputs: Tensors, peer: int = -1) -> None:
         super().__init__()
         self._outputs = outputs
+        self._peer = peer
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - PyTorch's signature
         return True
@@ -78,6 +83,12 @@ class FinishedWork(Work):
         future = WorkFuture()
         future.set_result(self._outputs)
         return future
+
+    def source_rank(self) -> int:
+        """Return the rank in the group that sent the message."""
+        return self._peer
+
+    _source_rank = source_rank
 
 
 class CompositeWork(Work):
@@ -129,20 +140,6 @@ def _wait_for_all(futures: list[Future[Tensors]]) -> None:
     for future in futures:
         with contextlib.suppress(Exception):  # the combined future raises it
             future.wait()
-
-
-class FinishedMessage(FinishedWork):
-    """A send or recv that ended before its call returned."""
-
-    def __init__(self, outputs: Tensors, peer: int) -> None:
-        super().__init__(outputs)
-        self._peer = peer
-
-    def source_rank(self) -> int:
-        """Return the rank in the group that sent the message."""
-        return self._peer
-
-    _source_rank = source_rank
 
 
 class PendingWork(Work):
@@ -256,7 +253,7 @@ class CollectiveWork(PendingWork):
                 raise wait_error(seconds, self._run is None)
             _wait_for_event(self._done_event, self._group)
         if self._error is not None:
-            lifetime.propagate_deadlock(self._group)
+            membership.propagate_deadlock(self._group)
             raise self._error
         return True
 
@@ -264,7 +261,7 @@ class CollectiveWork(PendingWork):
         if not self._done_event.wait(_SHORT_SECONDS):
             _wait_for_event(self._done_event, self._group)
         if self._error is not None:
-            lifetime.propagate_deadlock(self._group)
+            membership.propagate_deadlock(self._group)
 
 
 class MessageWork(PendingWork):
@@ -368,7 +365,7 @@ def _wait_for_event(done: threading.Event, native: _native.Group) -> None:
         _record_wait(done, native)
         while not done.wait(next_check - waited):
             _record_wait(done, native)
-            is_suspected = _detect_deadlocks()
+            is_suspected = membership.detect_deadlocks()
             waited = time.monotonic() - begin
             next_check = waited + _CONFIRMATION_SECONDS if is_suspected else 2 * waited
     finally:
@@ -387,14 +384,8 @@ def _record_wait(done: threading.Event, native: _native.Group) -> None:
         number = deadlock_detector.running_collective(native)
     # Checked after `running_collective`: if the operation has not ended yet, the number read above
     # is that of this operation or an earlier one.
-    is_over = done.is_set() or lifetime.has_collectives_elsewhere(native)
+    is_over = done.is_set() or membership.has_collectives_elsewhere(native)
     _native.set_main_thread_wait(0 if is_over else number)
-
-
-def _detect_deadlocks() -> bool:
-    with contextlib.suppress(ValueError, UsageError):
-        return lifetime.detect_deadlocks()
-    return False
 
 
 class WorkFuture(Future[Any]):

@@ -13,31 +13,19 @@ import struct
 from typing import TYPE_CHECKING
 
 from phalanx.hierarchical.execution import (
-    CHUNK_BYTES,
+    LEADER,
     Chunk,
-    Elements,
     Operation,
     Scratch,
     Steps,
-    run_pipeline,
-    split_chunks,
+    dissemination_rounds,
+    is_for_rails,
+    run_chunks,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "SplitSizeMismatch",
-    "all_gather",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "gather",
-    "scatter",
-]
-
-_SMALL_BYTES = 64 * 1024
-_LEADER = 0
 _COUNT = struct.Struct("<Q")
 
 
@@ -52,219 +40,162 @@ class SplitSizeMismatch(Exception):  # noqa: N818 - ends an operation early; not
 def barrier(operation: Operation) -> None:
     """Block until all ranks have entered, by a dissemination barrier of the hosts' leaders.
 
-    Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988. The ranks of
-    this host have already synchronized when this is called.
+    The ranks of this host have already synchronized when this is called.
     """
-    layout = operation.layout
-    if layout.local_rank == _LEADER:
-        token = Scratch.allocate(1)
-        received = Scratch.allocate(1)
-        hosts, distance = len(layout.hosts), 1
-        while distance < hosts:
-            ahead = layout.leaders[(layout.host + distance) % hosts]
-            behind = layout.leaders[layout.host - distance]
+    if operation.layout.local_rank == LEADER:
+        token, received = Scratch.allocate(1), Scratch.allocate(1)
+        for ahead, behind in dissemination_rounds(operation.layout):
             operation.wait(
                 *operation.post_recv(received, 1, behind), *operation.post_send(token, 1, ahead)
             )
-            distance *= 2
     operation.run_local("barrier")
 
 
-def broadcast(operation: Operation, data: int, count: int, elements: Elements, root: int) -> None:
+def broadcast(operation: Operation, data: int, count: int, root: int) -> None:
     """Overwrite the `count` elements at `data` with the root's."""
-    layout = operation.layout
-    chunk_count = CHUNK_BYTES // elements.bytes
-    if not layout.is_even or count * elements.bytes <= _SMALL_BYTES:
-        steps = (
-            _broadcast_by_leaders(operation, data, chunk, elements, root)
-            for chunk in split_chunks(count, chunk_count)
-        )
+    if is_for_rails(operation, count):
+        ranks = len(operation.layout.ranks)
+        run_chunks(operation, _broadcast_by_rails, count, data, root, multiple=ranks)
     else:
-        chunk_count -= chunk_count % len(layout.ranks)
-        steps = (
-            _broadcast_by_rails(operation, data, chunk, elements, root)
-            for chunk in split_chunks(count, chunk_count)
-        )
-    run_pipeline(operation, steps)
+        run_chunks(operation, _broadcast_by_leaders, count, data, root)
 
 
-def _chain(operation: Operation, root: int) -> tuple[int, int, int]:
-    """Return this host's position in the chain of hosts, and the previous and next host.
-
-    The chain begins at the root's host.
-    """
-    hosts = len(operation.layout.hosts)
-    position = (operation.layout.host - operation.layout.host_of(root)) % hosts
-    return position, (operation.layout.host - 1) % hosts, (operation.layout.host + 1) % hosts
-
-
-def _broadcast_by_leaders(
-    operation: Operation, data: int, chunk: Chunk, elements: Elements, root: int
-) -> Steps:
+def _chain_position(operation: Operation, root: int) -> int:
+    """Return this host's position in the chain of hosts, which begins at the root's host."""
     layout = operation.layout
-    address, size = data + chunk.begin * elements.bytes, chunk.count * elements.bytes
-    position, previous_host, next_host = _chain(operation, root)
-    senders = [ranks[0] for ranks in layout.hosts]
+    return (layout.host - layout.host_of(root)) % len(layout.hosts)
+
+
+def _broadcast_by_leaders(operation: Operation, chunk: Chunk, data: int, root: int) -> Steps:
+    layout, address = operation.layout, data + chunk.offset
+    position = _chain_position(operation, root)
+    senders = list(layout.leaders)
     senders[layout.host_of(root)] = root
     sender = senders[layout.host]
     if layout.rank == sender:
         if position > 0:
-            yield operation.post_recv(address, size, senders[previous_host], chunk.tag)
+            yield operation.post_recv(address, chunk.size, senders[layout.host - 1], chunk.tag)
         if position < len(layout.hosts) - 1:
-            yield operation.post_send(address, size, senders[next_host], chunk.tag)
-    operation.run_local(
-        "broadcast", address, chunk.count, elements.dtype, layout.ranks.index(sender)
-    )
+            next_sender = senders[(layout.host + 1) % len(layout.hosts)]
+            yield operation.post_send(address, chunk.size, next_sender, chunk.tag)
+    dtype = operation.elements.dtype
+    operation.run_local("broadcast", address, chunk.count, dtype, layout.ranks.index(sender))
 
 
-def _broadcast_by_rails(
-    operation: Operation, data: int, chunk: Chunk, elements: Elements, root: int
-) -> Steps:
-    layout = operation.layout
-    ranks = len(layout.ranks)
-    address = data + chunk.begin * elements.bytes
+def _broadcast_by_rails(operation: Operation, chunk: Chunk, data: int, root: int) -> Steps:
+    layout, elements, address = operation.layout, operation.elements, data + chunk.offset
+    position = _chain_position(operation, root)
+    ranks, hosts = len(layout.ranks), len(layout.hosts)
     slice_count = -(-chunk.count // ranks)
     size = slice_count * elements.bytes
-    position, previous_host, next_host = _chain(operation, root)
     is_padded = chunk.count % ranks != 0
     # The root's tensor is only read: it may be in read-only memory.
     whole: int = address
     if is_padded or layout.rank == root:
-        whole = Scratch.allocate(slice_count * ranks * elements.bytes)
+        whole = Scratch.allocate(ranks * size)
     own_slice = Scratch.allocate(size)
     if position == 0:
         inputs: list[int] = []
         if layout.rank == root:
             source = address
             if is_padded:
-                ctypes.memmove(whole, address, chunk.count * elements.bytes)
+                ctypes.memmove(whole, address, chunk.size)
                 source = whole
             inputs = [source + rank * size for rank in range(ranks)]
-        operation.run_local(
-            "scatter", inputs, own_slice, slice_count, elements.dtype, layout.ranks.index(root)
-        )
+        local_root = layout.ranks.index(root)
+        operation.run_local("scatter", inputs, own_slice, slice_count, elements.dtype, local_root)
     else:
-        yield operation.post_recv(own_slice, size, layout.rail[previous_host], chunk.tag)
-    sent = (
-        operation.post_send(own_slice, size, layout.rail[next_host], chunk.tag)
-        if _has_next(operation, position)
-        else []
-    )
+        yield operation.post_recv(own_slice, size, layout.rail[layout.host - 1], chunk.tag)
+    sent = []
+    if position < hosts - 1:
+        next_rank = layout.rail[(layout.host + 1) % hosts]
+        sent = operation.post_send(own_slice, size, next_rank, chunk.tag)
     operation.run_local("all_gather_single", own_slice, whole, slice_count, elements.dtype)
     if whole != address and layout.rank != root:
-        ctypes.memmove(address, whole, chunk.count * elements.bytes)
+        ctypes.memmove(address, whole, chunk.size)
     yield sent
 
 
-def _has_next(operation: Operation, position: int) -> bool:
-    return position < len(operation.layout.hosts) - 1
-
-
-def all_gather(
-    operation: Operation, data: int, outputs: Sequence[int], count: int, elements: Elements
-) -> None:
+def all_gather(operation: Operation, input: int, outputs: Sequence[int], count: int) -> None:
     """Collect `count` elements of each rank in `outputs`, one address per rank, on all ranks."""
     layout = operation.layout
     steps = _all_gather_by_rails if layout.is_even else _all_gather_by_leaders
-    chunk_count = CHUNK_BYTES // elements.bytes // max(map(len, layout.hosts))
-    run_pipeline(
-        operation,
-        (
-            steps(operation, data, outputs, chunk, elements)
-            for chunk in split_chunks(count, chunk_count)
-        ),
-    )
+    run_chunks(operation, steps, count, input, outputs, parts=max(map(len, layout.hosts)))
 
 
 def _all_gather_by_rails(
-    operation: Operation, data: int, outputs: Sequence[int], chunk: Chunk, elements: Elements
+    operation: Operation, chunk: Chunk, input: int, outputs: Sequence[int]
 ) -> Steps:
-    layout = operation.layout
-    offset, size = chunk.begin * elements.bytes, chunk.count * elements.bytes
+    layout, offset = operation.layout, chunk.offset
     hosts, host = len(layout.hosts), layout.host
     ahead, behind = layout.rail[(host + 1) % hosts], layout.rail[host - 1]
-    block: int = data + offset
+    block: int = input + offset
     for step in range(hosts):
-        transfers, next_block = [], None
+        transfers, next_block = [], block
         if step < hosts - 1:
-            next_block = Scratch.allocate(size)
-            transfers = operation.post_recv(next_block, size, behind, chunk.tag)
-            transfers += operation.post_send(block, size, ahead, chunk.tag)
-        local_outputs = [outputs[rank] + offset for rank in layout.hosts[host - step]]
-        operation.run_local("all_gather", block, local_outputs, chunk.count, elements.dtype)
+            next_block = Scratch.allocate(chunk.size)
+            transfers = operation.post_recv(next_block, chunk.size, behind, chunk.tag)
+            transfers += operation.post_send(block, chunk.size, ahead, chunk.tag)
+        targets = [outputs[rank] + offset for rank in layout.hosts[host - step]]
+        operation.run_local("all_gather", block, targets, chunk.count, operation.elements.dtype)
         yield transfers
-        block = block if next_block is None else next_block
+        block = next_block
 
 
 def _all_gather_by_leaders(
-    operation: Operation, data: int, outputs: Sequence[int], chunk: Chunk, elements: Elements
+    operation: Operation, chunk: Chunk, input: int, outputs: Sequence[int]
 ) -> Steps:
-    layout = operation.layout
-    offset, size = chunk.begin * elements.bytes, chunk.count * elements.bytes
+    layout, dtype = operation.layout, operation.elements.dtype
     hosts, host = len(layout.hosts), layout.host
-    local_outputs = [outputs[rank] + offset for rank in layout.ranks]
-    operation.run_local("all_gather", data + offset, local_outputs, chunk.count, elements.dtype)
+    targets = [output + chunk.offset for output in outputs]
+    local_targets = [targets[rank] for rank in layout.ranks]
+    operation.run_local("all_gather", input + chunk.offset, local_targets, chunk.count, dtype)
     ahead, behind = layout.leaders[(host + 1) % hosts], layout.leaders[host - 1]
     for step in range(hosts - 1):
+        received, sent = layout.hosts[(host - step - 1) % hosts], layout.hosts[host - step]
         transfers = []
-        if layout.local_rank == _LEADER:
-            for rank in layout.hosts[(host - step - 1) % hosts]:
-                transfers += operation.post_recv(outputs[rank] + offset, size, behind, chunk.tag)
-            for rank in layout.hosts[(host - step) % hosts]:
-                transfers += operation.post_send(outputs[rank] + offset, size, ahead, chunk.tag)
+        if layout.local_rank == LEADER:
+            for rank in received:
+                transfers += operation.post_recv(targets[rank], chunk.size, behind, chunk.tag)
+            for rank in sent:
+                transfers += operation.post_send(targets[rank], chunk.size, ahead, chunk.tag)
         yield transfers
-        for rank in layout.hosts[(host - step - 1) % hosts]:
-            output = outputs[rank] + offset
-            operation.run_local("broadcast", output, chunk.count, elements.dtype, _LEADER)
+        for rank in received:
+            operation.run_local("broadcast", targets[rank], chunk.count, dtype, LEADER)
 
 
-def gather(
-    operation: Operation,
-    data: int,
-    outputs: Sequence[int],
-    count: int,
-    elements: Elements,
-    root: int,
-) -> None:
+def gather(operation: Operation, input: int, outputs: Sequence[int], count: int, root: int) -> None:
     """Collect `count` elements of each rank in `outputs`, one address per rank, on the root."""
-    layout, size = operation.layout, count * elements.bytes
-    if root not in layout.ranks:
-        operation.wait(*operation.post_send(data, size, root))
-        return
-    transfers = []
-    local_outputs: list[int] = []
-    if layout.rank == root:
-        local_outputs = [outputs[rank] for rank in layout.ranks]
-        for rank in _remote_ranks(operation):
-            transfers += operation.post_recv(outputs[rank], size, rank)
-    operation.run_local(
-        "gather", data, local_outputs, count, elements.dtype, layout.ranks.index(root)
-    )
-    operation.wait(*transfers)
+    _exchange_with_root(operation, "gather", input, outputs, count, root)
 
 
 def scatter(
-    operation: Operation,
-    inputs: Sequence[int],
-    output: int,
-    count: int,
-    elements: Elements,
-    root: int,
+    operation: Operation, inputs: Sequence[int], output: int, count: int, root: int
 ) -> None:
     """Send every rank its `count` elements of the root's `inputs`, one address per rank."""
-    layout, size = operation.layout, count * elements.bytes
+    _exchange_with_root(operation, "scatter", output, inputs, count, root)
+
+
+def _exchange_with_root(
+    operation: Operation, kind: str, own: int, parts: Sequence[int], count: int, root: int
+) -> None:
+    """Move data between `own` on every rank and `parts`, one address per rank, on the root."""
+    layout, elements = operation.layout, operation.elements
+    size = count * elements.bytes
+    is_gather = kind == "gather"
     if root not in layout.ranks:
-        operation.wait(*operation.post_recv(output, size, root))
+        post_own = operation.post_send if is_gather else operation.post_recv
+        operation.wait(*post_own(own, size, root))
         return
     transfers = []
-    local_inputs: list[int] = []
+    local_parts: list[int] = []
     if layout.rank == root:
-        local_inputs = [inputs[rank] for rank in layout.ranks]
+        post_part = operation.post_recv if is_gather else operation.post_send
+        local_parts = [parts[rank] for rank in layout.ranks]
         for rank in _remote_ranks(operation):
-            transfers += operation.post_send(inputs[rank], size, rank)
-    operation.run_local(
-        "scatter", local_inputs, output, count, elements.dtype, layout.ranks.index(root)
-    )
+            transfers += post_part(parts[rank], size, rank)
+    buffers = (own, local_parts) if is_gather else (local_parts, own)
+    operation.run_local(kind, *buffers, count, elements.dtype, layout.ranks.index(root))
     operation.wait(*transfers)
 
 
@@ -274,30 +205,22 @@ def all_to_all(
     input_counts: Sequence[int],
     outputs: Sequence[int],
     output_counts: Sequence[int],
-    elements: Elements,
 ) -> None:
     """Send every rank the elements for it; counts may differ between pairs of ranks.
 
     Raises:
         SplitSizeMismatch: A rank of another host sends a different count than this rank expects.
     """
-    layout = operation.layout
+    elements, ranks = operation.elements, operation.layout.ranks
     _check_counts(operation, input_counts, output_counts)
     transfers = []
     for rank in _remote_ranks(operation):
-        transfers += operation.post_recv(
-            outputs[rank], output_counts[rank] * elements.bytes, rank, 1
-        )
-        transfers += operation.post_send(inputs[rank], input_counts[rank] * elements.bytes, rank, 1)
-    ranks = layout.ranks
-    operation.run_local(
-        "all_to_all",
-        *(
-            [each[rank] for rank in ranks]
-            for each in (inputs, input_counts, outputs, output_counts)
-        ),
-        elements.dtype,
-    )
+        received, sent = output_counts[rank] * elements.bytes, input_counts[rank] * elements.bytes
+        transfers += operation.post_recv(outputs[rank], received, rank, 1)
+        transfers += operation.post_send(inputs[rank], sent, rank, 1)
+    operands = inputs, input_counts, outputs, output_counts
+    local_operands = ([each[rank] for rank in ranks] for each in operands)
+    operation.run_local("all_to_all", *local_operands, elements.dtype)
     operation.wait(*transfers)
 
 
@@ -308,9 +231,8 @@ def _check_counts(
     for rank in _remote_ranks(operation):
         received[rank] = bytearray(_COUNT.size)
         transfers.append(operation.recv(memoryview(received[rank]), rank))
-        transfers.append(
-            operation.send(memoryview(bytearray(_COUNT.pack(input_counts[rank]))), rank)
-        )
+        sent = memoryview(bytearray(_COUNT.pack(input_counts[rank])))
+        transfers.append(operation.send(sent, rank))
     operation.wait(*transfers)
     for rank, data in received.items():
         (count,) = _COUNT.unpack(data)

@@ -1,7 +1,14 @@
-"""Execution of one operation: its steps in memory and between hosts, and their overlap."""
+"""Execution of one operation: its transfers between hosts, its steps in memory, and their overlap.
+
+A wait for a transfer ends when the transfer ends, at the deadline, when the group is broken
+(possibly by another rank of the same host), or when the connection is closed.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import time
 from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -10,36 +17,46 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from phalanx import _native
-from phalanx.hierarchical.transfers import OperationTransfers, PostedTransfer, bytes_at, chunk_tag
+from phalanx.transports import TransportError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from phalanx.topology import Layout
-    from phalanx.transports import Transport
+    from phalanx.transports import Transfer, Transport
 
-__all__ = [
-    "CHUNK_BYTES",
-    "Chunk",
-    "Elements",
-    "NativeFailure",
-    "Operation",
-    "Scratch",
-    "Steps",
-    "run_pipeline",
-    "split_chunks",
-]
+_CHUNK_TAGS = 4096
+"""The number of tags for the chunks of a collective, from tag 1 on.
 
-Steps = Generator[list[PostedTransfer], None, None]
-"""The steps of a chunk; yields the transfers that must complete before the next step."""
-
+Tag 0 is for the headers exchanged before a collective and for transfers that are not in chunks.
+"""
+LIVENESS_TAG = _CHUNK_TAGS + 1
+ENVELOPES_TAG = _CHUNK_TAGS + 2
+_FIRST_DATA_TAG = _CHUNK_TAGS + 3
+_DATA_TAGS = 2**20
+CHECK_INTERVAL = 0.02
+"""Seconds between two checks whether the group is broken, during a wait."""
+_DRAIN_SECONDS = 5.0
+"""Seconds that an aborted transport has to end its pending transfers."""
 CHUNK_BYTES = 4 * 2**20
 """The bytes of one chunk of an operation, all ranks of a host together."""
 _CHUNKS_IN_FLIGHT = 4
 """The number of chunks in flight, so that the network never waits for memory."""
+_SMALL_BYTES = 64 * 1024
+LEADER = 0
+"""The local rank of a host's leader."""
 
+ELEMENT_SIZES: dict[int, int] = {
+    number: getattr(torch, name).itemsize for name, number in _native.DTYPES.items()
+}
+"""Element sizes of the core's dtypes, in bytes."""
 _SUM = _native.REDUCE_OPS["sum"]
 _AVG = _native.REDUCE_OPS["avg"]
+
+
+def data_tag(number: int) -> int:
+    """Return the tag of the data of a sender's n-th message."""
+    return _FIRST_DATA_TAG + number % _DATA_TAGS
 
 
 class NativeFailure(Exception):  # noqa: N818 - ends an operation early; not yet an error
@@ -48,6 +65,43 @@ class NativeFailure(Exception):  # noqa: N818 - ends an operation early; not yet
     def __init__(self, status: _native.Status) -> None:
         super().__init__(status.code)
         self.status = status
+
+
+class GroupBroken(Exception):  # noqa: N818
+    """The native group of this host is broken; its status has the reason."""
+
+
+class ConnectionLost(Exception):  # noqa: N818
+    """The connection to a rank is closed.
+
+    Args:
+        peer: The rank that an operation needs.
+        error: The transport's error. Its `peer`, if known, takes precedence: the cause may be
+            another rank through which the connections lead.
+    """
+
+    def __init__(self, peer: int, error: TransportError) -> None:
+        super().__init__(str(error))
+        self.peer = peer if error.peer < 0 else error.peer
+
+
+class DeadlineExceeded(Exception):  # noqa: N818
+    """The deadline passed before a transfer with a rank ended."""
+
+    def __init__(self, peer: int) -> None:
+        super().__init__(peer)
+        self.peer = peer
+
+
+class PostedTransfer(NamedTuple):
+    """A posted transfer with its destination or source rank."""
+
+    transfer: Transfer
+    peer: int
+
+
+Steps = Generator[list[PostedTransfer], None, None]
+"""The steps of a chunk; yields the transfers that must complete before the next step."""
 
 
 class Scratch(int):
@@ -71,11 +125,14 @@ class Elements(NamedTuple):
     """
 
     dtype: int
-    bytes: int
-    """Size of one element in bytes."""
-    op: int = 0
-    ranks: int = 1
+    op: int
+    ranks: int
     """World size of the group, the divisor of an average."""
+
+    @property
+    def bytes(self) -> int:
+        """The size of one element in bytes."""
+        return ELEMENT_SIZES[self.dtype]
 
     @property
     def partial_op(self) -> int:
@@ -95,27 +152,35 @@ class Elements(NamedTuple):
         _native.reduce(output, sources, count, self.dtype, op, float(self.ranks))
 
 
-class Operation(OperationTransfers):
+class Operation:
     """An operation composed of steps in memory and between hosts.
 
     Args:
         layout: The ranks of the group by host.
+        elements: The element type and operator of the operation.
         native: The native group of this host.
         transport: The transport that carries bytes between hosts.
         deadline: The deadline, in seconds on the monotonic clock.
-        create_failure_check: See `OperationTransfers`.
+        create_failure_check: Returns, for one wait, the function that checks for failures reported
+            by other ranks; see `FailurePropagator.create_failure_check`.
     """
 
     def __init__(
         self,
         layout: Layout,
+        elements: Elements,
         native: _native.Group,
         transport: Transport,
         deadline: float,
         create_failure_check: Callable[[], Callable[[], None]],
     ) -> None:
-        super().__init__(native, transport, deadline, create_failure_check)
         self.layout = layout
+        self.elements = elements
+        self._native = native
+        self._transport = transport
+        self._deadline = deadline
+        self._create_failure_check = create_failure_check
+        self._pending: dict[int, PostedTransfer] = {}
 
     def run_local(self, name: str, *arguments: object, extra: float = 0.0) -> None:
         """Run an operation of this host's native group.
@@ -128,7 +193,8 @@ class Operation(OperationTransfers):
         Raises:
             NativeFailure: The operation has failed.
         """
-        status = getattr(self._native, name)(*arguments, self.remaining + extra)
+        remaining = max(1e-3, self._deadline - time.monotonic())
+        status = getattr(self._native, name)(*arguments, remaining + extra)
         if status is not None:
             raise NativeFailure(status)
 
@@ -140,32 +206,129 @@ class Operation(OperationTransfers):
         """Post a receive into memory from a rank; post nothing if the size is 0."""
         return [self.recv(bytes_at(address, size), peer, tag)] if size else []
 
+    def send(self, data: memoryview, peer: int, tag: int = 0) -> PostedTransfer:
+        """Post a send of at least one byte to a rank of the group."""
+        return self._post(self._transport.send, data, peer, tag)
+
+    def recv(self, data: memoryview, peer: int, tag: int = 0) -> PostedTransfer:
+        """Post a receive of at least one byte from a rank of the group."""
+        return self._post(self._transport.recv, data, peer, tag)
+
+    def wait(self, *transfers: PostedTransfer) -> None:
+        """Block until all given transfers have ended."""
+        for transfer, peer in transfers:
+            self._wait(transfer, peer)
+            self._pending.pop(id(transfer), None)
+
+    def drain(self) -> None:
+        """Wait until no pending transfer uses memory that the operation no longer owns.
+
+        Blocks until the transport has ended all pending transfers, for some seconds at most.
+        """
+        drain(transfer for transfer, _ in self._pending.values())
+        self._pending.clear()
+
+    def _post(
+        self,
+        start: Callable[[memoryview, int, int], Transfer],
+        data: memoryview,
+        peer: int,
+        tag: int,
+    ) -> PostedTransfer:
+        try:
+            posted = PostedTransfer(start(data, peer, tag), peer)
+        except TransportError as error:
+            raise ConnectionLost(peer, error) from None
+        self._pending[id(posted.transfer)] = posted
+        return posted
+
+    def _wait(self, transfer: Transfer, peer: int) -> None:
+        try:
+            if transfer.wait(0):
+                return
+            began = time.monotonic()
+            self._native.begin_composite_wait(peer)
+            check = self._create_failure_check()
+            while not transfer.wait(CHECK_INTERVAL):
+                check()
+                if self._native.failure() is not None:
+                    raise GroupBroken
+                if time.monotonic() >= self._deadline:
+                    raise DeadlineExceeded(peer)
+            self._native.end_composite_wait(peer, time.monotonic() - began)
+        except TransportError as error:
+            raise ConnectionLost(peer, error) from None
+
+
+def drain(transfers: Iterable[Transfer]) -> None:
+    """Wait until transfers of a failed operation have ended, for some seconds at most."""
+    end = time.monotonic() + _DRAIN_SECONDS
+    for transfer in transfers:
+        with contextlib.suppress(TransportError):
+            transfer.wait(max(0.0, end - time.monotonic()))
+
+
+def bytes_at(address: int, size: int) -> memoryview:
+    """Return a writable view of `size` bytes at an address; the caller keeps the memory alive."""
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+
+
+def dissemination_rounds(layout: Layout) -> Iterator[tuple[int, int]]:
+    """Yield the leaders to send to and to receive from in each round of a dissemination barrier.
+
+    Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988. Each round
+    doubles the number of hosts that a leader knows to have entered.
+    """
+    distance, hosts = 1, len(layout.hosts)
+    while distance < hosts:
+        ahead = layout.leaders[(layout.host + distance) % hosts]
+        yield ahead, layout.leaders[layout.host - distance]
+        distance *= 2
+
 
 @dataclass(frozen=True)
 class Chunk:
     """A part of an operation's elements."""
 
-    begin: int
+    offset: int
+    """The position of the first byte."""
     count: int
+    size: int
+    """The size in bytes."""
     tag: int
     """The tag of the chunk's transfers, by which transfers of other chunks may overtake them."""
 
 
-def split_chunks(count: int, max_count: int) -> Iterator[Chunk]:
-    """Split `count` elements into chunks of at most `max_count`; yield one empty chunk for none."""
-    max_count = max(1, max_count)
-    for number in range(max(1, -(-count // max_count))):
-        begin = number * max_count
-        yield Chunk(begin, min(max_count, count - begin), chunk_tag(number))
+def is_for_rails(operation: Operation, count: int) -> bool:
+    """Return whether the rails, rather than the leaders of the hosts, carry `count` elements."""
+    return operation.layout.is_even and count * operation.elements.bytes > _SMALL_BYTES
 
 
-def run_pipeline(operation: Operation, steps: Iterable[Steps]) -> None:
-    """Run the steps of all chunks, several chunks at a time.
+def run_chunks(
+    operation: Operation,
+    steps: Callable[..., Steps],
+    count: int,
+    *arguments: object,
+    parts: int = 1,
+    multiple: int = 1,
+) -> None:
+    """Run the steps of all chunks of `count` elements, several chunks at a time.
 
     Each round runs the next step of every chunk in flight, the oldest first. All ranks of a host
-    therefore reach their steps in memory in the same order, regardless of the network.
+    therefore reach their steps in memory in the same order, regardless of the network. There is one
+    empty chunk if `count` is 0.
+
+    Args:
+        operation: The operation.
+        steps: Returns the steps of a chunk, given the operation, the chunk and `arguments`.
+        count: The number of elements.
+        arguments: Further arguments of `steps`.
+        parts: The number of parts of `count` elements that a host has.
+        multiple: The number of which the count of all chunks but the last is a multiple.
     """
-    source = iter(steps)
+    max_count = CHUNK_BYTES // operation.elements.bytes // parts
+    chunks = _split(count, max(1, max_count - max_count % multiple), operation.elements.bytes)
+    source = (steps(operation, chunk, *arguments) for chunk in chunks)
     active: deque[tuple[Steps, list[PostedTransfer]]] = deque()
     while True:
         if len(active) < _CHUNKS_IN_FLIGHT and (new := next(source, None)) is not None:
@@ -178,3 +341,11 @@ def run_pipeline(operation: Operation, steps: Iterable[Steps]) -> None:
             next_transfers = next(step, None)
             if next_transfers is not None:
                 active.append((step, next_transfers))
+
+
+def _split(count: int, max_count: int, element_size: int) -> Iterator[Chunk]:
+    for number, begin in enumerate(range(0, max(1, count), max_count)):
+        length = min(max_count, count - begin)
+        # All chunks in flight have different tags.
+        tag = 1 + number % _CHUNK_TAGS
+        yield Chunk(begin * element_size, length, length * element_size, tag)

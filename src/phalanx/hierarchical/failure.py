@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch.distributed import DistError
 
+from phalanx.hierarchical.execution import LIVENESS_TAG, ConnectionLost
 from phalanx.hierarchical.fingerprint import Fingerprint
-from phalanx.hierarchical.transfers import LIVENESS_TAG, ConnectionLost
 from phalanx.transports import TransportError
 from phalanx.transports.shutdown_hooks import delay_shutdown
 
@@ -33,21 +33,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
     from phalanx import _native
+    from phalanx.hierarchical.execution import DeadlineExceeded
     from phalanx.hierarchical.fingerprint import Header
-    from phalanx.hierarchical.transfers import DeadlineExceeded
     from phalanx.topology import Layout, RankRecord
     from phalanx.transports import Transfer, Transport
-
-__all__ = [
-    "EXITED",
-    "FailurePropagator",
-    "Formatter",
-    "GlobalStatus",
-    "GroupFailure",
-    "SharedGroupState",
-    "counterparts",
-    "watch_counterparts",
-]
 
 _FAILURE_KEY = "phalanx/broken"
 _QUERY_TIMEOUT = 1.0
@@ -98,21 +87,14 @@ class SharedGroupState:
             self._failure = _parse(stored) or failure
         return self._failure
 
-    def wait_for_failure(self) -> GroupFailure | None:
-        """Return the failure of the group, or None; wait up to 0.25 s for a report."""
-        end = time.monotonic() + _REPORT_GRACE
+    def find_failure(self, grace_seconds: float = _REPORT_GRACE) -> GroupFailure | None:
+        """Return the failure of the group, or None; wait up to `grace_seconds` for a report."""
+        end = time.monotonic() + grace_seconds
         while self._failure is None:
-            if self._query(lambda: self._store.check([_FAILURE_KEY])):
-                self._failure = _parse(self._query(lambda: self._store.get(_FAILURE_KEY)))
-            elif time.monotonic() >= end:
+            self._failure = _parse(self._read(_FAILURE_KEY))
+            if self._failure is not None or time.monotonic() >= end:
                 break
             time.sleep(_POLL_INTERVAL)
-        return self._failure
-
-    def check_failure(self) -> GroupFailure | None:
-        """Return the failure of the group, or None; check the store only once."""
-        if self._failure is None and self._query(lambda: self._store.check([_FAILURE_KEY])):
-            self._failure = _parse(self._query(lambda: self._store.get(_FAILURE_KEY)))
         return self._failure
 
     def record_leave(self, rank: int, site: str) -> None:
@@ -129,11 +111,16 @@ class SharedGroupState:
         Returns None if the rank has not left, an empty text if the call site is unknown, and
         `EXITED` if its process has exited.
         """
-        if not self._query(lambda: self._store.check([_leave_key(rank)])):
+        answer = self._read(_leave_key(rank))
+        if answer is None:
             return None
-        answer = self._query(lambda: self._store.get(_leave_key(rank)))
-        site = answer.decode() if answer else ""
-        return "" if site == "-" else site
+        return answer.decode().removeprefix("-")
+
+    def _read(self, key: str) -> bytes | None:
+        """Return the value of a key; None if there is none, empty if the store loses it."""
+        if not self._query(lambda: self._store.check([key])):
+            return None
+        return self._query(lambda: self._store.get(key)) or b""
 
     def _query(self, request: Callable[[], Any]) -> Any:
         """Return the store's answer; None if it does not answer in time."""
@@ -252,19 +239,12 @@ class FailurePropagator:
         )
         if self.failure is None and status.code in ("aborted", "interrupted"):
             # It may be the consequence of a failure on another host.
-            reported = self._shared_state.wait_for_failure()
+            reported = self._shared_state.find_failure()
             if reported is not None:
                 return self._break_group(reported)
         code, message = self._formatter.explain(global_status, timeout)
-        return self.report(
-            GroupFailure(
-                code,
-                message,
-                global_status.reporter,
-                global_status.peer,
-                global_status.error,
-            )
-        )
+        failing, peer, error = global_status.reporter, global_status.peer, global_status.error
+        return self.report(GroupFailure(code, message, failing, peer, error))
 
     def report(self, failure: GroupFailure) -> GroupFailure:
         """Break the group, and return the failure that was reported first: this or an earlier."""
@@ -310,7 +290,7 @@ class FailurePropagator:
             if site is not None:
                 self._leave_sites[peer] = site
                 return True
-        reported = self.failure or self._shared_state.wait_for_failure()
+        reported = self.failure or self._shared_state.find_failure()
         if reported is None:
             message = (
                 f"{self.format_rank(peer)} has died, or its host has: its connection was closed "
@@ -331,10 +311,7 @@ class FailurePropagator:
         """
         # The late rank may itself wait for a rank of its host. Its host times out too and reports
         # which rank that is.
-        end = time.monotonic() + _TIMEOUT_GRACE
-        reported = self.failure or self._shared_state.wait_for_failure()
-        while reported is None and time.monotonic() < end:
-            reported = self._shared_state.wait_for_failure()
+        reported = self.failure or self._shared_state.find_failure(_TIMEOUT_GRACE)
         if reported is not None:
             return self._break_group(reported)
         rank = self._layout.rank
@@ -357,7 +334,7 @@ class FailurePropagator:
             nonlocal pause, due
             if self.failure is None and time.monotonic() >= due:
                 pause = min(2 * pause, _MAX_CHECK_PAUSE)
-                reported = self._shared_state.check_failure()
+                reported = self._shared_state.find_failure(0.0)
                 due = time.monotonic() + pause
                 if reported is not None:
                     self._break_group(reported)
@@ -380,8 +357,7 @@ class FailurePropagator:
         """Format a rank with its process."""
         if rank < 0:
             return "a rank of another host"
-        record = self._records[rank]
-        return f"rank {rank} ({record.process})"
+        return f"rank {rank} ({self._records[rank].process})"
 
     def _break_group(self, failure: GroupFailure) -> GroupFailure:
         with self._lock:

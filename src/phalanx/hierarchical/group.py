@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed import PrefixStore  # type: ignore[attr-defined] # exported at run time
+
 from phalanx import _native
+from phalanx.errors import PhalanxError, UsageError
 from phalanx.hierarchical import data_movement, reductions
-from phalanx.hierarchical.execution import Elements, NativeFailure, Operation
+from phalanx.hierarchical.execution import (
+    ELEMENT_SIZES,
+    LEADER,
+    ConnectionLost,
+    DeadlineExceeded,
+    Elements,
+    GroupBroken,
+    NativeFailure,
+    Operation,
+    dissemination_rounds,
+)
 from phalanx.hierarchical.failure import (
     FailurePropagator,
     GroupFailure,
@@ -18,17 +33,15 @@ from phalanx.hierarchical.failure import (
 )
 from phalanx.hierarchical.fingerprint import Fingerprint, Header, current_site
 from phalanx.hierarchical.messages import PointToPointGroup
-from phalanx.hierarchical.transfers import (
-    ELEMENT_SIZES,
-    ConnectionLost,
-    DeadlineExceeded,
-    GroupBroken,
-)
 from phalanx.observe.escape import escape
 from phalanx.observe.exception_hook import SESSION_ENDED
+from phalanx.system.polling import attempts
+from phalanx.topology import own_address
+from phalanx.transports import TransportError, open_transport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
+    from datetime import timedelta
 
     from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
@@ -40,10 +53,28 @@ if TYPE_CHECKING:
 _MAX_EXCEPTION_CHARACTERS = 640
 _LEADER_GRACE = 1.0
 """Extra seconds that the ranks of a host give their leader to report the rank it waits for."""
-
-__all__ = ["HierarchicalGroup"]
-
+_COUNT_KEY, _OPEN_KEY = "phalanx/transports", "phalanx/open"
 _UINT8 = _native.DTYPES["uint8"]
+
+
+def _collective(steps: Callable[..., None], *parameters: str) -> Callable[..., GroupFailure | None]:
+    """Return the method of a collective, with the signature of the method of `_native.Group`.
+
+    Args:
+        steps: Runs the collective. Its arguments are the operation and, by keyword, those of the
+            method except for the dtype, the operator and the timeout.
+        parameters: The names of the method's arguments, without the last, the timeout.
+    """
+
+    def run(self: HierarchicalGroup, *arguments: Any) -> GroupFailure | None:
+        *values, timeout = arguments
+        operands = dict(zip(parameters, values, strict=True))
+        dtype, op = operands.pop("dtype", _UINT8), operands.pop("op", 0)
+        count, root = operands.get("count", 0), operands.get("root", -1)
+        fingerprint = Fingerprint(steps.__name__, 0, count, dtype, op, root)
+        return self._run_collective(fingerprint, timeout, partial(steps, **operands))
+
+    return run
 
 
 class HierarchicalGroup(PointToPointGroup):
@@ -58,7 +89,7 @@ class HierarchicalGroup(PointToPointGroup):
         records: The host and process of each rank of the group.
         store: The group's store.
         transport: This rank's end of the transport that carries bytes between hosts.
-        formatter: The texts of failures and operations.
+        make_formatter: Returns the texts of failures and operations for this group.
     """
 
     def __init__(
@@ -68,8 +99,9 @@ class HierarchicalGroup(PointToPointGroup):
         records: list[RankRecord],
         store: Store,
         transport: Transport,
-        formatter: Formatter,
+        make_formatter: Callable[[HierarchicalGroup], Formatter],
     ) -> None:
+        formatter = make_formatter(self)
         native.set_global_ranks(layout.ranks, records[0].nonce)
         shared_state = SharedGroupState(store)
         propagator = FailurePropagator(native, layout, records, shared_state, transport, formatter)
@@ -195,94 +227,25 @@ class HierarchicalGroup(PointToPointGroup):
 
     # Collectives, with the signatures of `_native.Group`.
 
-    def barrier(self, timeout: float) -> GroupFailure | None:
-        return self._run_collective("barrier", 0, _UINT8, 0, -1, timeout, data_movement.barrier)
-
-    def broadcast(
-        self, data: int, count: int, dtype: int, root: int, timeout: float
-    ) -> GroupFailure | None:
-        steps = partial(_broadcast, data, count, _elements(dtype), root)
-        return self._run_collective("broadcast", count, dtype, 0, root, timeout, steps)
-
-    def all_reduce(
-        self, data: int, count: int, dtype: int, op: int, timeout: float
-    ) -> GroupFailure | None:
-        elements = self._reduction_elements(dtype, op)
-        return self._run_collective(
-            "all_reduce", count, dtype, op, -1, timeout,
-            lambda operation: reductions.all_reduce(operation, data, count, elements),
-        )  # fmt: skip
-
-    def reduce(
-        self, data: int, count: int, dtype: int, op: int, root: int, timeout: float
-    ) -> GroupFailure | None:
-        elements = self._reduction_elements(dtype, op)
-        return self._run_collective(
-            "reduce", count, dtype, op, root, timeout,
-            lambda operation: reductions.reduce(operation, data, count, elements, root),
-        )  # fmt: skip
-
-    def gather(
-        self, input: int, outputs: Sequence[int], count: int, dtype: int, root: int, timeout: float
-    ) -> GroupFailure | None:
-        return self._run_collective(
-            "gather", count, dtype, 0, root, timeout,
-            lambda operation: data_movement.gather(
-                operation, input, outputs, count, _elements(dtype), root
-            ),
-        )  # fmt: skip
-
-    def scatter(
-        self, inputs: Sequence[int], output: int, count: int, dtype: int, root: int, timeout: float
-    ) -> GroupFailure | None:
-        return self._run_collective(
-            "scatter", count, dtype, 0, root, timeout,
-            lambda operation: data_movement.scatter(
-                operation, inputs, output, count, _elements(dtype), root
-            ),
-        )  # fmt: skip
-
-    def all_gather(
-        self, input: int, outputs: Sequence[int], count: int, dtype: int, timeout: float
-    ) -> GroupFailure | None:
-        return self._run_collective(
-            "all_gather", count, dtype, 0, -1, timeout,
-            lambda operation: data_movement.all_gather(
-                operation, input, outputs, count, _elements(dtype)
-            ),
-        )  # fmt: skip
-
-    def reduce_scatter(
-        self, inputs: Sequence[int], output: int, count: int, dtype: int, op: int, timeout: float
-    ) -> GroupFailure | None:
-        elements = self._reduction_elements(dtype, op)
-        return self._run_collective(
-            "reduce_scatter", count, dtype, op, -1, timeout,
-            lambda operation: reductions.reduce_scatter(operation, inputs, output, count, elements),
-        )  # fmt: skip
-
-    def all_to_all(
-        self,
-        inputs: Sequence[int],
-        input_counts: Sequence[int],
-        outputs: Sequence[int],
-        output_counts: Sequence[int],
-        dtype: int,
-        timeout: float,
-    ) -> GroupFailure | None:
-        return self._run_collective(
-            "all_to_all", 0, dtype, 0, -1, timeout,
-            lambda operation: data_movement.all_to_all(
-                operation, inputs, input_counts, outputs, output_counts, _elements(dtype)
-            ),
-        )  # fmt: skip
+    barrier = _collective(data_movement.barrier)
+    broadcast = _collective(data_movement.broadcast, "data", "count", "dtype", "root")
+    all_reduce = _collective(reductions.all_reduce, "data", "count", "dtype", "op")
+    reduce = _collective(reductions.reduce, "data", "count", "dtype", "op", "root")
+    gather = _collective(data_movement.gather, "input", "outputs", "count", "dtype", "root")
+    scatter = _collective(data_movement.scatter, "inputs", "output", "count", "dtype", "root")
+    all_gather = _collective(data_movement.all_gather, "input", "outputs", "count", "dtype")
+    reduce_scatter = _collective(
+        reductions.reduce_scatter, "inputs", "output", "count", "dtype", "op"
+    )
+    all_to_all = _collective(
+        data_movement.all_to_all, "inputs", "input_counts", "outputs", "output_counts", "dtype"
+    )
 
     def all_gather_single(
         self, input: int, output: int, count: int, dtype: int, timeout: float
     ) -> GroupFailure | None:
-        return self.all_gather(
-            input, self._part_addresses(output, count, dtype), count, dtype, timeout
-        )
+        outputs = self._part_addresses(output, count, dtype)
+        return self.all_gather(input, outputs, count, dtype, timeout)
 
     def reduce_scatter_single(
         self, input: int, output: int, count: int, dtype: int, op: int, timeout: float
@@ -293,24 +256,15 @@ class HierarchicalGroup(PointToPointGroup):
     def all_to_all_single(
         self, input: int, output: int, count: int, dtype: int, timeout: float
     ) -> GroupFailure | None:
-        inputs, outputs = (
-            self._part_addresses(input, count, dtype),
-            self._part_addresses(output, count, dtype),
-        )
+        inputs = self._part_addresses(input, count, dtype)
+        outputs = self._part_addresses(output, count, dtype)
         counts = [count] * self._layout.size
         return self.all_to_all(inputs, counts, outputs, counts, dtype, timeout)
 
     # Execution of collectives.
 
     def _run_collective(
-        self,
-        kind: str,
-        count: int,
-        dtype: int,
-        op: int,
-        root: int,
-        timeout: float,
-        steps: Callable[[Operation], None],
+        self, described: Fingerprint, timeout: float, steps: Callable[[Operation], None]
     ) -> GroupFailure | None:
         """Synchronize with the ranks of this host, compare with other hosts, and run `steps`."""
         deadline = time.monotonic() + timeout
@@ -321,13 +275,19 @@ class HierarchicalGroup(PointToPointGroup):
             )
             return self._propagator.report(GroupFailure("timeout", message, self.rank, self.rank))
         try:
-            own = Fingerprint(kind, self._native.sequence + 1, count, dtype, op, root)
-            create_failure_check = self._propagator.create_failure_check
+            own = replace(described, sequence=self._native.sequence + 1)
             operation = Operation(
-                self._layout, self._native, self._transport, deadline, create_failure_check
+                self._layout,
+                Elements(own.dtype, own.op, self._layout.size),
+                self._native,
+                self._transport,
+                deadline,
+                self._propagator.create_failure_check,
             )
             try:
-                status = self._native.begin_composite(kind, count, dtype, op, root, timeout)
+                status = self._native.begin_composite(
+                    own.kind, own.count, own.dtype, own.op, own.root, timeout
+                )
                 if status is not None:
                     return self._propagator.report_status(status, timeout)
                 failure = self._run_steps(operation, own, timeout, steps)
@@ -386,16 +346,12 @@ class HierarchicalGroup(PointToPointGroup):
         """Check that all hosts are in the same operation, before they exchange any data.
 
         The ranks of a host have already compared, so only the leaders of the hosts compare, in the
-        rounds of a dissemination barrier (Hensgen, Finkel and Manber 1988). Each round doubles the
-        number of hosts that a leader knows to agree. The leader then releases the other ranks of
-        its host.
+        rounds of a dissemination barrier. Each round doubles the number of hosts that a leader
+        knows to agree. The leader then releases the other ranks of its host.
         """
         layout = self._layout
-        if layout.local_rank == 0:
-            hosts, distance = len(layout.hosts), 1
-            while distance < hosts:
-                ahead = layout.leaders[(layout.host + distance) % hosts]
-                behind = layout.leaders[layout.host - distance]
+        if layout.local_rank == LEADER:
+            for ahead, behind in dissemination_rounds(layout):
                 theirs = bytearray(Header.SIZE)
                 received = operation.recv(memoryview(theirs), behind)
                 sent = operation.send(memoryview(own.pack()), ahead)
@@ -403,7 +359,6 @@ class HierarchicalGroup(PointToPointGroup):
                 header = Header.parse(theirs)
                 if header.fingerprint != own.fingerprint:
                     return self._propagator.report_mismatch(own, behind, header)
-                distance *= 2
         if len(layout.ranks) > 1:
             # The leader must time out first: it knows which rank it waits for.
             operation.run_local("barrier", extra=_LEADER_GRACE)
@@ -419,17 +374,68 @@ class HierarchicalGroup(PointToPointGroup):
         )
         return GroupFailure("mismatch", message, self.rank, error.peer)
 
-    def _reduction_elements(self, dtype: int, op: int) -> Elements:
-        return Elements(dtype, ELEMENT_SIZES[dtype], op, self._layout.size)
-
     def _part_addresses(self, whole: int, count: int, dtype: int) -> list[int]:
         size = count * ELEMENT_SIZES[dtype]
         return [whole + rank * size for rank in range(self._layout.size)]
 
 
-def _broadcast(data: int, count: int, elements: Elements, root: int, operation: Operation) -> None:
-    data_movement.broadcast(operation, data, count, elements, root)
+def form_group(
+    native: _native.Group,
+    layout: Layout,
+    records: list[RankRecord],
+    store: Store,
+    transport: str,
+    timeout: timedelta,
+    make_formatter: Callable[[Any], Formatter],
+) -> HierarchicalGroup:
+    """Return a group of several hosts, which takes the place of the native group of this host.
+
+    Blocks until all ranks have opened their transports.
+
+    Args:
+        native: The native group of this host. It is closed if this fails.
+        layout: The ranks of the group by host.
+        records: The host and process of each rank of the group.
+        store: The group's store.
+        transport: The name of the transport between hosts.
+        timeout: The time to wait for the other ranks.
+        make_formatter: Returns the texts of failures and operations for a group.
+
+    Raises:
+        UsageError: This machine has no such interface, or lacks something that the transport needs.
+        PhalanxError: The transport cannot be opened here or on another rank, or a rank did not open
+            its transport in time.
+    """
+    end = time.monotonic() + timeout.total_seconds()
+    rank_label = f"rank {layout.rank}/{layout.size}"
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(native.close)
+        try:
+            address = own_address(store, records)
+            transport_store = PrefixStore("phalanx/transport", store)
+            opened = open_transport(transport, transport_store, layout.rank, layout.size, address)
+        except (TransportError, UsageError) as error:
+            reason = f"the transport {transport} is not available: {error}"
+            store.compare_set(_OPEN_KEY, "", f"on rank {layout.rank} {reason}")
+            if isinstance(error, UsageError):
+                raise
+            raise PhalanxError(f"[{rank_label}] {reason}") from None
+        on_failure.callback(opened.close)
+        on_failure.callback(opened.abort)
+        _wait_until_all_open(store, layout.size, rank_label, end)
+        on_failure.pop_all()
+    return HierarchicalGroup(native, layout, records, store, opened, make_formatter)
 
 
-def _elements(dtype: int) -> Elements:
-    return Elements(dtype, ELEMENT_SIZES[dtype])
+def _wait_until_all_open(store: Store, size: int, rank_label: str, end: float) -> None:
+    """Wait until all ranks have opened their transports; raise if one could not."""
+    if store.add(_COUNT_KEY, 1) == size:
+        store.compare_set(_OPEN_KEY, "", "all")
+    for _ in attempts(end):
+        if store.check([_OPEN_KEY]):
+            break
+    else:
+        raise PhalanxError(f"[{rank_label}] not all ranks have opened their transports in time")
+    outcome = store.get(_OPEN_KEY).decode()
+    if outcome != "all":
+        raise PhalanxError(f"[{rank_label}] {outcome}")

@@ -23,9 +23,7 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from phalanx.hierarchical.failure import GroupFailure
-from phalanx.hierarchical.fingerprint import Fingerprint, Header, current_site
-from phalanx.hierarchical.transfers import (
+from phalanx.hierarchical.execution import (
     CHECK_INTERVAL,
     ELEMENT_SIZES,
     ENVELOPES_TAG,
@@ -35,6 +33,8 @@ from phalanx.hierarchical.transfers import (
     data_tag,
     drain,
 )
+from phalanx.hierarchical.failure import GroupFailure
+from phalanx.hierarchical.fingerprint import Fingerprint, Header, current_site
 from phalanx.transports import Transfer, TransportError
 
 if TYPE_CHECKING:
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from phalanx.hierarchical.failure import FailurePropagator
     from phalanx.topology import Layout
     from phalanx.transports import Transport
-
-__all__ = ["LocalMessage", "MessageMatcher", "PointToPointGroup", "PostedReceive", "RemoteMessage"]
 
 _numbers = itertools.count(-1, -1)  # native messages have positive ids
 _T = TypeVar("_T")
@@ -94,9 +92,8 @@ class PointToPointGroup:
         self._matcher.sends_to_self |= destination == self._layout.rank
         local = self._local_rank(destination)
         if local is not None:
-            return self.to_failure(
-                self._native.send(data, count, dtype, local, tag, timeout), timeout
-            )
+            status = self._native.send(data, count, dtype, local, tag, timeout)
+            return self._to_failure(status, timeout)
         return self.wait(self.isend(data, count, dtype, destination, tag), timeout)
 
     def recv(
@@ -153,7 +150,7 @@ class PointToPointGroup:
 
     def wait(self, message: LocalMessage | RemoteMessage, timeout: float) -> GroupFailure | None:
         if isinstance(message, LocalMessage):
-            return self.to_failure(self._native.wait(message.native, timeout), timeout)
+            return self._to_failure(self._native.wait(message.native, timeout), timeout)
         deadline = time.monotonic() + timeout
         message.record_wait()
         check = self._propagator.create_failure_check()
@@ -201,34 +198,15 @@ class PointToPointGroup:
     def stop(self) -> None:
         self._native.stop()
 
-    # For the messages, and for the subclass with the collectives.
-
-    @property
-    def native(self) -> _native.Group:
-        """The native group of this host."""
-        return self._native
-
     def failure(self) -> GroupFailure | None:
         raise NotImplementedError
 
-    def to_failure(
-        self, status: _native.Status | None, timeout: float = 0.0
-    ) -> GroupFailure | None:
-        """Return the failure of the whole group for a native status; None for None."""
-        return None if status is None else self._propagator.report_status(status, timeout)
-
-    def to_global_rank(self, local: int) -> int:
-        """Return the rank in the group of a local rank; -1 (any source) stays -1."""
-        return self._layout.ranks[local] if local >= 0 else local
-
-    def check_message(self, message: RemoteMessage, theirs: Header) -> None:
-        """Break the group if an announced message does not match its recv."""
-        own, announced = message.header.fingerprint, theirs.fingerprint
-        if (own.count, own.dtype) != (announced.count, announced.dtype):
-            message.complete(self._propagator.report_mismatch(message.header, message.peer, theirs))
-
     def _local_rank(self, rank: int) -> int | None:
         return self._layout.ranks.index(rank) if rank in self._layout.ranks else None
+
+    def _to_failure(self, status: _native.Status | None, timeout: float) -> GroupFailure | None:
+        """Return the failure of the whole group for a native status; None for None."""
+        return None if status is None else self._propagator.report_status(status, timeout)
 
     def _fail(self, message: RemoteMessage, error: ConnectionLost) -> None:
         if (broken := self.failure()) is not None:
@@ -256,11 +234,12 @@ class LocalMessage:
 
     @property
     def status(self) -> GroupFailure | None:
-        return self._group.to_failure(self.native.status)
+        return self._group._to_failure(self.native.status, 0.0)
 
     @property
     def peer(self) -> int:
-        return self._group.to_global_rank(self.native.peer)
+        local = self.native.peer
+        return self._group._layout.ranks[local] if local >= 0 else local
 
 
 class RemoteMessage:
@@ -297,7 +276,7 @@ class RemoteMessage:
         Not for a recv that is also posted in memory: the native group records it.
         """
         fingerprint = self.header.fingerprint
-        self._record = self._group.native.begin_remote(
+        self._record = self._group._native.begin_remote(
             fingerprint.kind,
             fingerprint.count,
             fingerprint.dtype,
@@ -308,7 +287,7 @@ class RemoteMessage:
     def record_wait(self) -> None:
         """Record that a caller waits for the message."""
         if self._record is not None:
-            self._group.native.begin_remote_wait(self._record)
+            self._group._native.begin_remote_wait(self._record)
 
     def advance(self, timeout: float) -> bool:
         """Wait for the message and return whether it is done.
@@ -333,7 +312,9 @@ class RemoteMessage:
 
     def check_header(self, theirs: Header) -> None:
         """Fail this recv and break the group if the sender's header does not match it."""
-        self._group.check_message(self, theirs)
+        own, announced = self.header.fingerprint, theirs.fingerprint
+        if (own.count, own.dtype) != (announced.count, announced.dtype):
+            self.complete(self._group._propagator.report_mismatch(self.header, self.peer, theirs))
 
     def watch(self, timeout: float, report: Callable[[], None]) -> None:
         """Call `report` in a new thread when the message is done.
@@ -368,44 +349,36 @@ class RemoteMessage:
             self.done = True
         if self._record is not None:
             outcome = "ok" if status is None else status.code
-            self._group.native.end_remote(self._record, outcome, self.peer)
+            self._group._native.end_remote(self._record, outcome, self.peer)
 
 
 class PostedReceive(Transfer):
     """A posted recv; its transfer is known once an envelope has announced its message.
 
     Args:
+        matcher: The posted recvs of the group.
         message: The message that the user waits for.
         data: The address of the buffer.
         size: The size of the buffer in bytes.
         number: The position of the recv among all posted recvs.
-        remove: Called with the recv when a message of this host has matched it.
     """
 
     def __init__(
-        self,
-        message: RemoteMessage,
-        data: int,
-        size: int,
-        number: int,
-        remove: Callable[[PostedReceive], None],
+        self, matcher: MessageMatcher, message: RemoteMessage, data: int, size: int, number: int
     ) -> None:
         self.message, self.number = message, number
-        self._remove = remove
+        self._matcher = matcher
         self._data, self._size = data, size
         self._resolved = threading.Event()
         self._claim_lock = threading.Lock()
         self._transfer: Transfer | None = None
         self._error: TransportError | None = None
-        self._group: _native.Group | None = None
         self._local: _native.Message | None = None
-        self._ranks: tuple[int, ...] = ()
 
-    def post_locally(self, group: _native.Group, ranks: tuple[int, ...]) -> None:
+    def post_locally(self) -> None:
         """Post the recv in this host's native group too."""
         fingerprint = self.message.header.fingerprint
-        self._group, self._ranks = group, ranks
-        self._local = group.irecv(
+        self._local = self._matcher.native.irecv(
             self._data, fingerprint.count, fingerprint.dtype, -1, fingerprint.sequence
         )
 
@@ -415,19 +388,19 @@ class PostedReceive(Transfer):
         It fails if a message of this host has arrived first.
         """
         with self._claim_lock:
-            if self._local is not None and self._group is not None:
-                if not self._group.withdraw(self._local, source):
+            if self._local is not None:
+                if not self._matcher.native.withdraw(self._local, source):
                     return False
                 self._local = None
             self.message.peer = source
         return True
 
-    def receive_data(self, header: Header, transport: Transport) -> None:
+    def receive_data(self, header: Header) -> None:
         """Receive the announced data, if they match this recv."""
         self.message.check_header(header)
         if not self.message.done and self._size:
-            data = bytes_at(self._data, self._size)
-            self._transfer = transport.recv(data, self.message.peer, data_tag(header.number))
+            data, tag = bytes_at(self._data, self._size), data_tag(header.number)
+            self._transfer = self._matcher.transport.recv(data, self.message.peer, tag)
         self._resolved.set()
 
     def fail(self, error: TransportError) -> None:
@@ -445,7 +418,7 @@ class PostedReceive(Transfer):
         end = time.monotonic() + timeout
         while not self._resolved.is_set():
             if self._has_local_message():
-                self._remove(self)
+                self._matcher.remove(self)
                 return True
             remaining = max(0.0, end - time.monotonic())
             self._resolved.wait(
@@ -466,12 +439,12 @@ class PostedReceive(Transfer):
     def _has_local_message(self) -> bool:
         """Return whether a message of this host has arrived."""
         with self._claim_lock:
-            local, group = self._local, self._group
-            if local is None or group is None or not (local.done or group.test(local)):
+            local, matcher = self._local, self._matcher
+            if local is None or not (local.done or matcher.native.test(local)):
                 return False
             if local.status is not None:
                 raise TransportError(-1, "the group is broken")
-            self.message.peer = self._ranks[local.peer]
+            self.message.peer = matcher.layout.ranks[local.peer]
         return True
 
 
@@ -501,9 +474,9 @@ class MessageMatcher:
         transport: Transport,
         handle_connection_lost: Callable[[ConnectionLost], bool],
     ) -> None:
-        self._native = native
-        self._layout = layout
-        self._transport = transport
+        self.native = native
+        self.layout = layout
+        self.transport = transport
         self._handle_connection_lost = handle_connection_lost
         self._lock = threading.RLock()
         self._sequence = itertools.count()
@@ -526,20 +499,20 @@ class MessageMatcher:
         """
         source, tag = message.peer, message.header.fingerprint.sequence
         with self._lock:
-            receive = PostedReceive(message, data, size, next(self._sequence), self._remove)
+            receive = PostedReceive(self, message, data, size, next(self._sequence))
             message.transfers.append(receive)
             unexpected = self._take_unexpected(source, tag)
             if unexpected is not None:
                 receive.claim(unexpected.source)
                 if source < 0:
                     message.record_begin()
-                receive.receive_data(unexpected.header, self._transport)
+                receive.receive_data(unexpected.header)
                 return
             if source in self._lost_senders:
                 receive.fail(self._lost_senders[source])
                 return
             if source < 0:  # even if this rank is alone on its host: it may send to itself
-                receive.post_locally(self._native, self._layout.ranks)
+                receive.post_locally()
             self._posted.setdefault((source, tag), deque()).append(receive)
             for sender in self._remote_ranks if source < 0 else [source]:
                 if sender not in self._senders:
@@ -555,7 +528,7 @@ class MessageMatcher:
     def _post_envelope_receive(self, sender: int) -> None:
         """Post a receive for the next envelope of a rank."""
         data = bytearray(Header.SIZE)
-        transfer = self._transport.recv(memoryview(data), sender, ENVELOPES_TAG)
+        transfer = self.transport.recv(memoryview(data), sender, ENVELOPES_TAG)
         transfer.add_done_callback(lambda: self._handle_envelope(sender, data, transfer))
 
     def _handle_envelope(self, sender: int, data: bytearray, transfer: Transfer) -> None:
@@ -578,7 +551,7 @@ class MessageMatcher:
         while (receive := self._take_posted(sender, tag)) is not None:
             if receive.claim(sender):
                 try:
-                    receive.receive_data(header, self._transport)
+                    receive.receive_data(header)
                 except TransportError as error:
                     receive.fail(error)
                     raise
@@ -598,7 +571,7 @@ class MessageMatcher:
         oldest = min(keys, key=lambda key: self._unexpected[key][0].number, default=None)
         return None if oldest is None else _pop_first(self._unexpected, oldest)
 
-    def _remove(self, receive: PostedReceive) -> None:
+    def remove(self, receive: PostedReceive) -> None:
         """Remove a recv from any source that a message of this host has matched."""
         key = (-1, receive.message.header.fingerprint.sequence)
         with self._lock:
@@ -614,8 +587,8 @@ class MessageMatcher:
             return
         all_lost = len(self._lost_senders) == len(self._remote_ranks)
         if all_lost:
-            self._native.expect_remote(False)
-        is_alone = all_lost and len(self._layout.ranks) == 1 and not self.sends_to_self
+            self.native.expect_remote(False)
+        is_alone = all_lost and len(self.layout.ranks) == 1 and not self.sends_to_self
         for source, tag in list(self._posted):
             if everything or source in self._lost_senders or (source < 0 and is_alone):
                 error = self._lost_senders.get(source, next(iter(self._lost_senders.values())))

@@ -1,8 +1,8 @@
 """Faults, and their injection in the process of the rank that suffers them.
 
 A fault is a plain value: an action that a given rank suffers at a given operation. While faults are
-enabled, three methods of each new group of the backend, which every operation passes, are wrapped
-by functions that count operations. A process without faults runs none of this code. In a process
+enabled, three methods of each new group's parts, which every operation passes, are wrapped by
+functions that count operations. A process without faults runs none of this code. In a process
 with faults, they apply to operations of every caller: the user's code, DDP's reducer and functional
 collectives, which call the same methods from C++.
 """
@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from phalanx.backend import process_group
-from phalanx.backend.work import FinishedMessage
+from phalanx.backend.work import FinishedWork
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
 
 __all__ = [
     "OPERATIONS",
@@ -262,6 +261,7 @@ def enable_faults(
         >>> enable_faults([kill(rank=1, nth=100)])  # in each process, started by torchrun
         >>> train()
     """
+    global _plan  # noqa: PLW0603 - a process is one rank
     if rank is None:
         if not os.environ.get("RANK", "").isdigit():
             raise UsageError(
@@ -270,7 +270,6 @@ def enable_faults(
         rank = int(os.environ["RANK"])
     _check_number("enable_faults: rank", rank, 0)
     check_faults(faults, 2**31)
-    global _plan  # noqa: PLW0603 - a process is one rank
     _plan = _FaultPlan(faults, rank, record)
     process_group.on_create = _wrap_operations
 
@@ -374,25 +373,26 @@ _plan: _FaultPlan | None = None
 
 
 def _wrap_operations(group: process_group.ProcessGroup) -> None:
-    """Wrap three methods of a group; each operation passes one of them, with checked arguments."""
-    run_collective, send, recv = group._run_collective, group._send, group._recv
+    """Wrap three methods of a group's parts; each operation passes one of them."""
+    executor, messages = group._executor, group._messages
+    run, send, recv = executor.run, messages.send, messages.recv
 
-    def run_collective_or_skip(name: str, call: Any, *arguments: Any, **options: Any) -> dist.Work:
-        return run_collective(name, _do_nothing if _inject(name) else call, *arguments, **options)
+    def run_or_skip(name: str, call: Any, *arguments: Any) -> dist.Work:
+        return run(name, _do_nothing if _inject(name) else call, *arguments)
 
-    def send_or_skip(dst: int, tag: int, blocking: bool, tensors: list[torch.Tensor]) -> dist.Work:
+    def send_or_skip(operator: Any, dst: int, tag: int, blocking: bool) -> dist.Work:
         if _inject("send"):
-            return FinishedMessage(tensors, dst)
-        return send(dst, tag, blocking, tensors)
+            return FinishedWork(operator[2], dst)
+        return send(operator, dst, tag, blocking)
 
-    def recv_or_skip(src: int, tag: int, blocking: bool, tensors: list[torch.Tensor]) -> dist.Work:
+    def recv_or_skip(operator: Any, src: int, tag: int, blocking: bool) -> dist.Work:
         if _inject("recv"):
-            return FinishedMessage(tensors, max(src, 0))
-        return recv(src, tag, blocking, tensors)
+            return FinishedWork(operator[2], max(src, 0))
+        return recv(operator, src, tag, blocking)
 
-    group._run_collective = run_collective_or_skip  # type: ignore[method-assign]
-    group._send = send_or_skip  # type: ignore[method-assign]
-    group._recv = recv_or_skip  # type: ignore[method-assign]
+    executor.run = run_or_skip  # type: ignore[method-assign]
+    messages.send = send_or_skip  # type: ignore[method-assign]
+    messages.recv = recv_or_skip  # type: ignore[method-assign]
 
 
 def _inject(name: str) -> bool:
