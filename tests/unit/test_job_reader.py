@@ -16,7 +16,7 @@ import pytest
 from phalanx import _native
 from phalanx.observe import job_lookup, job_reader
 from phalanx.observe.job_directory import JobDirectory
-from tests.made_jobs import JobFixture, write_recorder
+from tests.job_directories import JobFixture, write_recorder
 
 
 def test_a_complete_job(job: JobFixture) -> None:

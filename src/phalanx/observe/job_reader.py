@@ -26,7 +26,7 @@ from phalanx.observe.job_directory import (
     get_recorder_name,
 )
 from phalanx.observe.job_lookup import find_job, list_running_jobs
-from phalanx.observe.recorder_reader import ended_well, parse_rank_ranges, read_recorder
+from phalanx.observe.recorder_reader import build_rank, ended_well, read_recorder
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -275,9 +275,7 @@ def _build_ranks(
     for number in range(size):
         start = launcher_log.starts.get(number)
         found = by_rank.get(number)
-        rank = (
-            model.Rank(number, start=start) if found is None else _build_rank(number, found, start)
-        )
+        rank = model.Rank(number, start=start) if found is None else build_rank(found, start)
         if found is None and start is not None:
             rank = replace(
                 rank, pid=start.pid, host=location.host, problem=unreadable.pop(start.pid, "")
@@ -292,38 +290,6 @@ def _find_process(rank: model.Rank, location: _JobLocation) -> model.Process | N
     if rank.opened:
         return location.find_process(rank.pid, (time.monotonic_ns() - rank.opened) / 1e9)
     return location.find_process(rank.pid, time.time() - rank.start.time if rank.start else 0.0)
-
-
-def _build_rank(number: int, recorder: dict[str, Any], start: model.Start | None) -> model.Rank:
-    return model.Rank(
-        number,
-        recorder["pid"],
-        recorder["host"],
-        recorder["clock"],
-        recorder["opened"],
-        recorder["ending"],
-        recorder["exception"],
-        recorder["ended"],
-        tuple(_build_group(group) for group in recorder["groups"]),
-        tuple(model.Operation(**operation) for operation in recorder["open"]),
-        tuple(model.Operation(**operation) for operation in recorder["done"]),
-        recorder["operations"],
-        tuple(model.Report(*report) for report in recorder["reports"]),
-        recorder["note"],
-        start,
-    )
-
-
-def _build_group(group: dict[str, Any]) -> model.Group:
-    fields = {**group, "members": _parse_members(group), "abort_reason": group["why"]}
-    del fields["why"]
-    return model.Group(**fields)
-
-
-def _parse_members(group: dict[str, Any]) -> tuple[int, ...]:
-    """Return the ranks of a group's members in the job; empty if there are more than its size."""
-    members = parse_rank_ranges(group["members"])
-    return members if len(members) <= group["size"] else ()
 
 
 # job.json and launcher.jsonl.
