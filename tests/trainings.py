@@ -17,13 +17,13 @@ SAMPLES, GLOBAL_BATCH, EPOCHS = 137, 12, 2
 STEPS = 12 * EPOCHS
 
 
-def made_data(seed: int) -> TensorDataset:
+def synthetic_data(seed: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
     return TensorDataset(inputs, inputs[:, :3].sin().sum(1) + 0.1 * inputs[:, 3])
 
 
-def made_model(seed: int, *extra: nn.Module) -> nn.Module:
+def build_model(seed: int, *extra: nn.Module) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 17), nn.Tanh(), *extra, nn.Linear(17, 1)).double()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from phalanx.observe import job_reader, watch
+from phalanx.observe import job_reader, watch, watch_table
 from phalanx.observe.explain import as_json, as_text
 from phalanx.observe.model import Job
 from tests.waiting import wait_for
@@ -96,7 +96,7 @@ def test_hanging_callee(job: subprocess.Popen[str], tmp_path: Path) -> None:
     assert (call["function"], call["to"], call["executing"]) == ("slow", 2, True)
     assert abs(time.time() - call["since"]) < LIMIT
     out = Console(file=io.StringIO(), width=200)
-    out.print(watch.render(job_state, watch.build_view(job_state), out))
+    out.print(watch_table.render(job_state, watch.build_view(job_state), out))
     assert f"slow, called by {middle} on {ps}" in out.file.getvalue()  # type: ignore[attr-defined]
 
     os.kill(job_state.workers[2].pid, signal.SIGSTOP)

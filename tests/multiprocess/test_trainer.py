@@ -29,10 +29,10 @@ from tests.trainings import (
     SAMPLES,
     STEPS,
     adam,
+    build_model,
     halving,
-    made_data,
-    made_model,
     squared,
+    synthetic_data,
 )
 
 pytestmark = pytest.mark.usefixtures("trainer_loaded")
@@ -43,8 +43,8 @@ pytestmark = pytest.mark.usefixtures("trainer_loaded")
 
 def oracle(seed: int, clip: float) -> tuple[list[float], list[Tensor], float]:
     """Return losses, parameters and the loss over all samples of a plain training loop."""
-    inputs, targets = made_data(seed).tensors
-    model = made_model(seed)
+    inputs, targets = synthetic_data(seed).tensors
+    model = build_model(seed)
     optimizer = adam(model)
     scheduler = halving(optimizer)
     losses = []
@@ -68,21 +68,21 @@ def train_all_variants(seed: int) -> list[Any]:
     runs = []
     for wrap in (lambda model: model, DistributedDataParallel, SharedDataParallel):
         for accumulate in (1, 3):
-            model = made_model(seed + dist.get_rank())  # rank 0's is used
+            model = build_model(seed + dist.get_rank())  # rank 0's is used
             whole = wrap(model)
             optimizer = adam(whole)
             steps_seen: list[tuple[int, dict[str, float]]] = []
             result = Trainer(
                 whole,
                 optimizer,
-                made_data(seed),
+                synthetic_data(seed),
                 squared,
                 global_batch=GLOBAL_BATCH,
                 epochs=EPOCHS,
                 accumulate=accumulate,
                 clip=0.5,
                 scheduler=halving(optimizer),
-                evaluate=made_data(seed),
+                evaluate=synthetic_data(seed),
                 seed=seed,
                 on_step=lambda step, metrics, steps_seen=steps_seen: steps_seen.append(
                     (step, metrics)
@@ -168,7 +168,7 @@ def train_with_non_finite(wrapped: bool, precision: str | None) -> list[tuple[st
         trainer = Trainer(
             whole,
             torch.optim.SGD(whole.parameters(), lr=0.01),
-            made_data(0),
+            synthetic_data(0),
             loss,
             global_batch=GLOBAL_BATCH,
             epochs=1,
@@ -200,11 +200,11 @@ def test_names_rank_and_parameter_that_is_not_finite(
 
 def check_small_data() -> None:
     data = TensorDataset(torch.randn(2, 6).double(), torch.randn(2).double())
-    model = made_model(1)
+    model = build_model(1)
     with pytest.raises(UsageError, match="2 samples given for 3 ranks, expected at least one"):
         Trainer(model, adam(model), data, squared, global_batch=12, epochs=1)
     with pytest.raises(UsageError, match="global batch 2 given for world size 3"):
-        Trainer(model, adam(model), made_data(1), squared, global_batch=2, epochs=1)
+        Trainer(model, adam(model), synthetic_data(1), squared, global_batch=2, epochs=1)
 
 
 def test_fewer_samples_than_ranks(ranks: RankServer) -> None:
@@ -212,10 +212,10 @@ def test_fewer_samples_than_ranks(ranks: RankServer) -> None:
 
 
 def evaluate_on_two_samples() -> dict[str, float]:
-    data = TensorDataset(*(tensor[:2] for tensor in made_data(4).tensors))
-    model = made_model(4)
+    data = TensorDataset(*(tensor[:2] for tensor in synthetic_data(4).tensors))
+    model = build_model(4)
     trainer = Trainer(
-        model, adam(model), made_data(4), squared, global_batch=12, steps=2, evaluate=data
+        model, adam(model), synthetic_data(4), squared, global_batch=12, steps=2, evaluate=data
     )
     result = trainer.fit()
     with torch.no_grad():
@@ -235,8 +235,10 @@ def test_evaluates_on_fewer_samples_than_ranks(ranks: RankServer) -> None:
 
 def train_and_read_reports(seed: int) -> tuple[Any, Any]:
     """Train, read the reports in this rank's flight recorder, then delay rank 1."""
-    model = made_model(seed)
-    result = Trainer(model, adam(model), made_data(seed), squared, global_batch=12, steps=3).fit()
+    model = build_model(seed)
+    result = Trainer(
+        model, adam(model), synthetic_data(seed), squared, global_batch=12, steps=3
+    ).fit()
     job = recorder.get_job_directory()
     assert job is not None
     recording = read_recorder(job, f"{os.getpid()}.recorder", 100)

@@ -30,10 +30,10 @@ from tests.trainings import (
     SAMPLES,
     STEPS,
     adam,
+    build_model,
     halving,
-    made_data,
-    made_model,
     squared,
+    synthetic_data,
 )
 
 pytestmark = pytest.mark.usefixtures("trainer_loaded")
@@ -46,7 +46,7 @@ class NumberedSamples(Dataset[Any]):
     """Samples with their indices, and with noise from all three random generators."""
 
     def __init__(self, seed: int) -> None:
-        self.inputs, self.targets = made_data(seed).tensors
+        self.inputs, self.targets = synthetic_data(seed).tensors
 
     def __len__(self) -> int:
         return SAMPLES
@@ -89,7 +89,7 @@ class RecordedTraining:
 
     def fit(self, checkpoints: str | None, **options: Any) -> Any:
         self.samples_by_step, self.current_step = [], []
-        model = self.wrap(made_model(self.seed, nn.Dropout(0.3), Centred()))
+        model = self.wrap(build_model(self.seed, nn.Dropout(0.3), Centred()))
         optimizer = adam(model)
         settings: dict[str, Any] = {
             "global_batch": GLOBAL_BATCH,
@@ -97,7 +97,7 @@ class RecordedTraining:
             "epochs": EPOCHS,
             "scheduler": halving(optimizer),
             "on_step": self.end_step,
-            "evaluate": made_data(self.seed),
+            "evaluate": synthetic_data(self.seed),
             **options,
         }
         if "steps" in options:
@@ -228,10 +228,10 @@ def train_with_workers_until_sigterm(seed: int) -> None:
             os.killpg(os.getpgrp(), signal.SIGTERM)
 
     def fit(checkpoints: str | None, **options: Any) -> list[float]:
-        model = made_model(seed)
+        model = build_model(seed)
         loader = {"num_workers": 1}
         settings: dict[str, Any] = {"global_batch": 12, "epochs": 1, "loader": loader, **options}
-        data, optimizer = made_data(seed), adam(model)
+        data, optimizer = synthetic_data(seed), adam(model)
         return (
             Trainer(model, optimizer, data, squared, checkpoints=checkpoints, **settings)
             .fit()
@@ -253,7 +253,7 @@ class SlowSamples(Dataset[Any]):
     """Samples of which some never become ready while a file exists."""
 
     def __init__(self, seed: int, slow: set[int], block_file: Path) -> None:
-        self.tensors, self.slow, self.block_file = made_data(seed).tensors, slow, block_file
+        self.tensors, self.slow, self.block_file = synthetic_data(seed).tensors, slow, block_file
 
     def __len__(self) -> int:
         return SAMPLES
@@ -299,7 +299,7 @@ def train_until_sigterm_while_waiting(seed: int) -> None:
     ]
 
     def fit(name: str, slow: set[int], **options: Any) -> list[float]:
-        model = made_model(seed)
+        model = build_model(seed)
         settings: dict[str, Any] = {"epochs": EPOCHS, "loader": {"num_workers": 1}, **options}
         settings |= {"global_batch": GLOBAL_BATCH, "seed": seed, "checkpoints": folder / name}
         data = SlowSamples(seed, slow, folder / f"block-{rank}")

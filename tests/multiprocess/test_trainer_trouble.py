@@ -21,7 +21,7 @@ from phalanx.parallel import SharedDataParallel
 from phalanx.train import Trainer
 from tests.checkpoint_states import steps
 from tests.ranks import RankServer, all_raise
-from tests.trainings import GLOBAL_BATCH, STEPS, adam, halving, made_data, made_model, squared
+from tests.trainings import GLOBAL_BATCH, STEPS, adam, build_model, halving, squared, synthetic_data
 
 pytestmark = pytest.mark.usefixtures("trainer_loaded")
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("trainer_loaded")
 def trainer(model: nn.Module, loss: Any = squared, **options: Any) -> Trainer:
     options = {"global_batch": GLOBAL_BATCH, "epochs": 2, "progress": False, **options}
     optimizer = options.pop("optimizer", None) or adam(model)
-    return Trainer(model, optimizer, made_data(1), loss, **options)
+    return Trainer(model, optimizer, synthetic_data(1), loss, **options)
 
 
 # --- models and metrics that differ -------------------------------------------------------------
@@ -49,11 +49,11 @@ def check_different_models() -> None:
     wider = nn.Sequential(
         nn.Linear(6, 17 + is_last), nn.Tanh(), nn.Linear(17 + is_last, 1)
     ).double()
-    named = made_model(1)
+    named = build_model(1)
     if is_last:
         named.add_module("2", None)
         named.add_module("head", nn.Linear(17, 1).double())
-    frozen = made_model(1)
+    frozen = build_model(1)
     frozen[0].bias.requires_grad_(not is_last)  # type: ignore[index]
     swapped = nn.ModuleDict({name: nn.Linear(1, 1) for name in ("ba" if is_last else "ab")})
     end = r"\. Build the same model on all ranks$"
@@ -129,19 +129,19 @@ def check_different_metrics() -> None:
         (
             # After two training steps, with one more batch on the first ranks.
             returning(["a"], ["a"], ["b"] if is_last else ["a"]),
-            {"steps": 2, "epochs": None, "evaluate": made_data(1)},
+            {"steps": 2, "epochs": None, "evaluate": synthetic_data(1)},
             rf"^evaluation: .* \(a\) on rank {others}; \(b\) on rank {last}; {end}",
             2,
         ),
     ):
         steps_made = 0
         with all_raise(UsageError, message):
-            trainer(made_model(1), loss, on_step=count, **options).fit()
+            trainer(build_model(1), loss, on_step=count, **options).fit()
         assert steps_made == before
 
 
 def check_differences() -> None:
-    trainer_without_group = trainer(made_model(1))
+    trainer_without_group = trainer(build_model(1))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     method = f"file://{os.environ['FOLDER']}/store"
     dist.init_process_group("phalanx", init_method=method, rank=rank, world_size=size)
@@ -170,14 +170,14 @@ def check_disks(seed: int) -> None:
     with all_raise(
         CheckpointError, "^rank 0: cannot write checkpoints to .*/file-0/below: Not a dir"
     ):
-        trainer(made_model(seed), checkpoints=folder / is_last / "below")
+        trainer(build_model(seed), checkpoints=folder / is_last / "below")
     with all_raise(
         UsageError, "cannot write TensorBoard files to .*/file-0/below: .*a directory that"
     ):
-        trainer(made_model(seed), tensorboard=folder / is_last / "below").fit()
+        trainer(build_model(seed), tensorboard=folder / is_last / "below").fit()
 
     def fit(**options: Any) -> list[float]:
-        model = made_model(seed)
+        model = build_model(seed)
         optimizer = adam(model)
         results = {"optimizer": optimizer, "scheduler": halving(optimizer), **options}
         return trainer(model, **results).fit().losses
@@ -222,7 +222,7 @@ def train_with_infinite_losses() -> list[Any]:
     """Train with a loss that is infinite on one rank in step 3, and NaN from step 6 on."""
     results = []
     for wrap in (lambda model: model, DistributedDataParallel, SharedDataParallel):
-        model = made_model(2).float()
+        model = build_model(2).float()
         whole = wrap(model)
         optimizer = adam(whole)
         scheduler = halving(optimizer)

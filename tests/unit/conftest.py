@@ -1,5 +1,5 @@
 """Makes the fixture `job` known to the tests of this folder."""
 
-from tests.made_jobs import job, recorder_files
+from tests.job_directories import job, recorder_files
 
 __all__ = ["job", "recorder_files"]

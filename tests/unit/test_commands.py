@@ -14,7 +14,7 @@ from phalanx.cli import main, run
 from phalanx.errors import UsageError
 from phalanx.observe import explain, job_lookup, job_reader
 from phalanx.observe.job_directory import JobDirectory, describe_job, make_job_name
-from tests.made_jobs import JobFixture
+from tests.job_directories import JobFixture
 from tests.synthetic_jobs import build_straggling_job
 
 

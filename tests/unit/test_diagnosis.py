@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.observe.diagnosis import Diagnosis, diagnose
-from tests.made_up import JobBuilder
+from tests.synthetic_jobs import JobBuilder
 
 SIZES = (2, 3, 8, 64)
 LOST = "PeerLost: [rank 0/2 on node-a] all_reduce #4: rank {} (pid {}) {}"

@@ -10,7 +10,7 @@ import pytest
 from phalanx.observe.diagnosis import diagnose
 from phalanx.observe.explain import as_json, as_text
 from phalanx.observe.model import Call, Job, Worker
-from tests.made_up import JobBuilder
+from tests.synthetic_jobs import JobBuilder
 
 
 def with_calls(builder: JobBuilder, pairs: Sequence[tuple[int, int]], seconds: float = 20) -> Job:

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
 
 import pytest
 
-from phalanx.observe.diagnosis import (
-    Diagnosis,
-    Kind,
-    Side,
-    WaitForGraph,
-    diagnose,
-    suggest_fixes,
-    write_sentences,
-)
-from phalanx.observe.diagnosis.exit_reasons import parse_phalanx_error
+from phalanx.observe.diagnosis import KINDS, Side, diagnose
 from phalanx.observe.exception_hook import format_exception
+from phalanx.observe.exit_reasons import parse_phalanx_error
 from phalanx.observe.explain import as_text
 from phalanx.observe.model import Job
+from phalanx.observe.wait_for_graph import WaitForGraph
 from tests.fault_injection.matrix import agreement_errors
-from tests.made_up import JobBuilder
+from tests.synthetic_jobs import JobBuilder
 
 WORKER = "RuntimeError: DataLoader worker (pid 8048) is killed by signal: Killed."
 NOTIFIED = (
@@ -30,7 +22,7 @@ NOTIFIED = (
 
 
 def steps(job: Job) -> str:
-    return "\n".join(suggest_fixes(WaitForGraph(job), diagnose(job)))
+    return "\n".join(diagnose(job).suggest_fixes())
 
 
 def interrupted(exception: str, first: int) -> JobBuilder:
@@ -185,10 +177,10 @@ def test_a_store_that_ends_with_its_waiting_host() -> None:
 # Agreement of subjects and verbs.
 
 
-@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", ((1,), (1, 2)))
 @pytest.mark.parametrize("live", (False, True))
-def test_subjects_and_verbs_agree(kind: Kind, ranks: tuple[int, ...], live: bool) -> None:
+def test_subjects_and_verbs_agree(kind: str, ranks: tuple[int, ...], live: bool) -> None:
     builder = JobBuilder(4).run_collectives().begin([0, 3], "recv", peer=1).advance(2)
     graph = WaitForGraph((builder if live else builder.stop_job()).build())
     others = Side((0, 3), graph.ranks[0].open[0], graph.ranks[0].groups[0])
@@ -197,6 +189,8 @@ def test_subjects_and_verbs_agree(kind: Kind, ranks: tuple[int, ...], live: bool
     for shown in (sides, side):
         for waiting in ((), (others,), (Side((0,)), Side((3,), others.operation))):
             status = graph.exits[1]
-            diagnosis = Diagnosis(kind, ranks, graph.moment, shown, waiting, status, reason="why")
-            texts = [*write_sentences(graph, diagnosis), *suggest_fixes(graph, diagnosis)]
+            diagnosis = KINDS[kind](
+                graph, ranks, graph.moment, shown, waiting, status, reason="why"
+            )
+            texts = [*diagnosis.describe(), *diagnosis.suggest_fixes()]
             assert agreement_errors(texts) == []

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.observe.diagnosis import diagnose
-from phalanx.observe.diagnosis.exit_reasons import to_monotonic
+from phalanx.observe.exit_reasons import to_monotonic
 from phalanx.observe.explain import as_json, as_text, explain
 from phalanx.observe.model import Group, Job, Operation, Process, Rank, Report, Start
-from tests.made_up import JobBuilder
+from tests.synthetic_jobs import JobBuilder
 
 # Small numbers often coincide; large ones are beyond all limits of the formats.
 numbers = st.one_of(st.integers(-2, 4), st.integers(-(2**63), 2**64))

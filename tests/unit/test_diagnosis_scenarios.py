@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.observe.diagnosis import Diagnosis, diagnose
 from phalanx.observe.explain import as_text
-from tests.made_up import SECOND, JobBuilder
+from tests.synthetic_jobs import SECOND, JobBuilder
 
 
 def get_kind_and_ranks(builder: JobBuilder) -> tuple[str, tuple[int, ...]]:

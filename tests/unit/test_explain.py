@@ -8,13 +8,12 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from rich.console import Console
 
 from phalanx.observe import job_reader
-from phalanx.observe.diagnosis import Kind
+from phalanx.observe.diagnosis import KINDS
 from phalanx.observe.diagnosis.formatting import (
     collapse_numbers,
     format_duration,
@@ -24,7 +23,7 @@ from phalanx.observe.diagnosis.formatting import (
 )
 from phalanx.observe.explain import as_json, as_text, explain
 from phalanx.observe.model import Job
-from tests.made_up import SECOND, JobBuilder
+from tests.synthetic_jobs import SECOND, JobBuilder
 
 
 def first_lines(builder: JobBuilder) -> list[str]:
@@ -345,7 +344,7 @@ def test_the_page_documents_all_json_keys(repository: Path) -> None:
     page = (repository / "docs" / "when-a-job-hangs-or-dies.md").read_text()
     text = page.partition("## JSON output")[2]
     assert set(re.findall(r"`(\w+)`", text.partition("`kind` is one of")[2].partition(".")[0])) == {
-        *get_args(Kind)
+        *KINDS
     }
     builder = busy().report([0], 17)
     found = as_json(builder.build())

@@ -16,7 +16,10 @@ import pytest
 from phalanx import _native
 from phalanx.observe import job_lookup, job_reader
 from phalanx.observe.job_directory import JobDirectory
-from tests.made_jobs import JobFixture, write_recorder
+from phalanx.observe.model import Job
+from phalanx.observe.recorder_reader import build_rank
+from phalanx.observe.wait_for_graph import WaitForGraph
+from tests.job_directories import JobFixture, write_recorder
 
 
 def test_a_complete_job(job: JobFixture) -> None:
@@ -39,6 +42,15 @@ def test_a_complete_job(job: JobFixture) -> None:
     assert [operation.waiting_for for operation in first.history] == [1]
     assert [rank.process and rank.process.state for rank in found.ranks] == ["gone", "gone"]
     assert job.read(0).ranks[0].history == ()
+
+
+def test_waits_are_found_without_a_job_directory(job: JobFixture) -> None:
+    """A live rank reads the recorders of its peers and has no directory to read."""
+    files = [job.get_recorder_path(number).read_bytes() for number in (0, 1)]
+    ranks = [build_rank(_native.read_flight_recorder(data, 64)) for data in files]
+    assert ranks[0].groups == job.read().ranks[0].groups
+    graph = WaitForGraph(Job("", "", ranks=tuple(ranks), world_size=2, now=time.monotonic_ns()))
+    assert graph.waits[0].operation.kind == "join"
 
 
 def test_reading_changes_nothing(job: JobFixture) -> None:

@@ -13,7 +13,7 @@ from phalanx.observe import job_lookup, job_reader
 from phalanx.observe.job_directory import JobDirectory, get_pid_scope
 from phalanx.observe.job_reader import read_process_stat
 from phalanx.observe.model import Job
-from tests.made_jobs import JobFixture, start_live_rank, write_recorder
+from tests.job_directories import JobFixture, start_live_rank, write_recorder
 
 
 def test_the_launchers_log(job: JobFixture) -> None:

@@ -15,8 +15,9 @@ from phalanx.observe.diagnosis.formatting import describe_other_jobs
 from phalanx.observe.explain import as_json, as_text
 from phalanx.observe.job_directory import JobDirectory, describe_job, make_job_name
 from phalanx.observe.watch import as_json as watch_as_json
-from phalanx.observe.watch import build_view, render
-from tests.made_jobs import JobFixture
+from phalanx.observe.watch import build_view
+from phalanx.observe.watch_table import render
+from tests.job_directories import JobFixture
 
 
 @pytest.fixture

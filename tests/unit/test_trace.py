@@ -267,7 +267,7 @@ def test_an_impossible_end_is_ignored() -> None:
 
 def test_overwritten_operations_are_counted() -> None:
     made = rank(0, history=[collective(3, 2)], open=[collective(1, None)], operations=5002)
-    assert build_timeline(made, job(made), {}).earlier == 5000
+    assert build_timeline(made, job(made)).earlier == 5000
 
 
 def test_texts_of_the_job_are_escaped() -> None:

@@ -152,6 +152,19 @@ def test_numbers_in_a_group_become_ranks_of_the_job(has_members: bool) -> None:
     assert (get_row(view, 5).activity.group, get_row(view, 5).activity.peer) == ("pair", 2)
 
 
+def test_a_wait_in_a_group_that_is_formed_counts_for_the_awaited_rank() -> None:
+    """Groups have no identity until they are formed, and several may be formed at once."""
+    pairs = [Group(0, f"{first}", 0, 2, (first, first + 1)) for first in (0, 2)]
+    joining = collective(10, None, waiting_for=1, kind="join", sequence=0)
+    ranks = [rank(r, 4) for r in range(4)]
+    for pair in pairs:
+        first = pair.members[0]
+        ranks[first] = replace(ranks[first], groups=(pair,), open=(joining,))
+    view = build_view(job(*ranks))
+    assert [get_row(view, r).waits_for for r in (0, 2)] == [1, 3]
+    assert [get_row(view, r).activity.waits_for for r in (0, 2)] == [1, 3]
+
+
 def test_a_wait_in_an_unrecorded_group_counts_for_no_rank() -> None:
     view = build_view(job(rank(0, open=[collective(10, None, waiting_for=1, group=-1)]), rank(1)))
     assert (get_row(view, 0).waiting, get_row(view, 0).waits_for) == (1.0, -1)
@@ -285,6 +298,12 @@ def build_ended_rank(number: int, **more: object) -> Rank:
         (job(rank(0), rank(1)), None),
         (job(build_ended_rank(0), rank(1)), None),
         (job(), None),
+        # The launcher may start another attempt.
+        (job(build_ended_rank(0), build_ended_rank(1), launcher=1), None),
+        (
+            job(build_ended_rank(0), build_ended_rank(1), launcher=1, launcher_lost=True),
+            (True, "ended: all its processes have exited"),
+        ),
         (job(build_ended_rank(0), build_ended_rank(1), code=0), (True, "completed")),
         (
             job(build_ended_rank(0), build_ended_rank(1), code=137),

@@ -116,8 +116,5 @@ def _print_summary(path: Path, job: "Job", written: "list[OperationCounts]") -> 
         )
     if impossible := sum(rank.impossible for rank in written):
         print(f"note: {impossible:,} operations with impossible times were omitted")
-    for problem in (
-        *job.problems,
-        *(f"rank {r.rank}: {r.problem}" for r in job.ranks if r.problem),
-    ):
+    for problem in job.list_problems():
         print(f"note: {escape(problem)}")

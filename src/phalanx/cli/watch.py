@@ -166,7 +166,8 @@ def _print_json(readings: _Readings) -> None:
 
 
 def _print(readings: _Readings, console: "Console") -> None:
-    from phalanx.observe.watch import build_view, render
+    from phalanx.observe.watch import build_view
+    from phalanx.observe.watch_table import render
 
     for job in readings:
         console.print(render(job, build_view(job, readings.window), console))
@@ -176,7 +177,8 @@ def _show_live(readings: _Readings, console: "Console") -> None:
     """Draw on the terminal's alternate screen, and print the last table on the normal screen."""
     from rich.live import Live
 
-    from phalanx.observe.watch import build_view, render
+    from phalanx.observe.watch import build_view
+    from phalanx.observe.watch_table import render
 
     job: Job | None = None
     with Live(console=console, screen=True, auto_refresh=False) as live:

@@ -8,8 +8,9 @@ use only these modules, `recorder_reader`, which reads one flight recorder, and 
 makes text safe for a terminal.
 
 The other modules read. `job_lookup` finds a job, and `job_reader` turns its directory into the
-plain objects of `model`. `diagnosis` determines the ranks at fault and describes the cause,
-`explain` adds a table of the ranks, `watch` shows a live view, and `trace` writes a timeline. The
-latter two use `wait_time`, the time that a rank spent waiting for others. Readers never disturb the
-job and validate everything that they read.
+plain objects of `model`. `exit_reasons` determines how each rank ended, and `wait_for_graph` which
+rank waits for which. From them, `diagnosis` determines the ranks at fault and describes the cause,
+and `explain` adds a table of the ranks. `watch` evaluates a live view, which `watch_table` renders,
+and `trace` writes a timeline. Both use `wait_time`, the time that a rank spent waiting for others.
+Readers never disturb the job and validate everything that they read.
 """

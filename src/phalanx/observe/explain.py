@@ -19,14 +19,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.observe.diagnosis import (
-    Diagnosis,
-    WaitForGraph,
-    diagnose_graph,
-    suggest_fixes,
-    write_sentences,
-)
-from phalanx.observe.diagnosis.exit_reasons import get_clock_offset, get_phalanx_error
+from phalanx.observe.diagnosis import Diagnosis, diagnose
 from phalanx.observe.diagnosis.formatting import (
     collapse_numbers,
     describe_other_jobs,
@@ -37,21 +30,18 @@ from phalanx.observe.diagnosis.formatting import (
     format_operation,
     format_ranks,
     format_time,
-    get_last_step,
 )
-from phalanx.observe.diagnosis.messages import find_incomplete_messages
+from phalanx.observe.diagnosis.mismatches import find_incomplete_messages
 from phalanx.observe.diagnosis.pending_calls import calls_as_json, format_call_lines
 from phalanx.observe.escape import escape
-from phalanx.system.signals import signal_name
+from phalanx.observe.exit_reasons import get_clock_offset, get_phalanx_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from rich.console import RenderableType
 
     from phalanx.observe.diagnosis import Side
-    from phalanx.observe.diagnosis.exit_reasons import ExitReason
     from phalanx.observe.model import Job, Operation
+    from phalanx.observe.wait_for_graph import WaitForGraph
 
 __all__ = ["as_json", "as_text", "explain"]
 
@@ -73,7 +63,7 @@ _ERRORS = {
     "aborted": "Aborted",
     "interrupted": "Aborted",
 }
-_STATES: dict[ExitReason, str] = {
+_STATES = {
     "vanished": "disappeared",
     "interrupted": "interrupted (Ctrl-C)",
     "completed": "ended",
@@ -85,23 +75,27 @@ _STATES: dict[ExitReason, str] = {
 
 def explain(job: Job) -> RenderableType:
     """Explain the state of a job for a rich console: sentences, a table of the ranks, advice."""
-    graph = WaitForGraph(job)
-    diagnosis = diagnose_graph(graph)
-    fine = diagnosis.kind in _NO_FAILURE
-    first, *rest = write_sentences(graph, diagnosis)
-    style = "bold green" if fine else "bold red"
-    parts: list[RenderableType] = [Text(_format_headline(job)), Text(first, style)]
+    diagnosis = diagnose(job)
+    graph = diagnosis.graph
+    first, *rest = diagnosis.describe()
+    parts: list[RenderableType] = [Text(_format_headline(job))]
     if others := describe_other_jobs(job, "explain"):
-        parts.insert(1, Text(f"{others}\n", "yellow"))
+        parts.append(Text(f"{others}\n", "yellow"))
+    parts.append(Text(first, "bold green" if diagnosis.kind in _NO_FAILURE else "bold red"))
     parts += [Text(sentence) for sentence in rest]
     if graph.ranks:
-        parts += [Text(_format_caption(graph)), _build_table(graph, diagnosis)]
+        caption = "" if graph.first_failure is None else "\nRanks at the time of the failure:"
+        parts += [Text(caption), _build_table(diagnosis)]
     if lines := format_call_lines(graph):
         parts += [Text("\nPending remote calls:"), *map(Text, lines)]
-    steps = suggest_fixes(graph, diagnosis)
-    if steps:
-        parts += [Text("\nSuggested fixes:"), _build_list(steps)]
-    parts += [Text(f"Note: {escape(problem)}", "yellow") for problem in _list_problems(job)]
+    if steps := diagnosis.suggest_fixes():
+        items = Table.grid(padding=(0, 1))
+        items.add_column(no_wrap=True)
+        items.add_column()
+        for step in steps:
+            items.add_row("  -", Text(step))
+        parts += [Text("\nSuggested fixes:"), items]
+    parts += [Text(f"Note: {escape(problem)}", "yellow") for problem in job.list_problems()]
     return Group(*parts)
 
 
@@ -122,8 +116,8 @@ def as_json(job: Job) -> dict[str, Any]:
 
     Times are Unix seconds, or null. Texts from the job are not escaped.
     """
-    graph = WaitForGraph(job)
-    diagnosis = diagnose_graph(graph)
+    diagnosis = diagnose(job)
+    graph = diagnosis.graph
     return {
         "version": VERSION,
         "job": {
@@ -137,10 +131,18 @@ def as_json(job: Job) -> dict[str, Any]:
             "code": job.code,
             "other_jobs": list(job.other_jobs),
         },
-        "diagnosis": _diagnosis_as_json(graph, diagnosis),
-        "ranks": [_rank_as_json(graph, row) for row in _build_rows(graph, diagnosis, fold=False)],
-        "advice": suggest_fixes(graph, diagnosis),
-        "problems": list(_list_problems(job)),
+        "diagnosis": {
+            "kind": diagnosis.kind,
+            "ranks": list(diagnosis.ranks),
+            "since": _to_unix(graph, diagnosis.since),
+            "text": diagnosis.describe(),
+            "reason": diagnosis.reason,
+            "sides": [_side_as_json(graph, side) for side in diagnosis.sides],
+            "waiting": [_side_as_json(graph, side) for side in diagnosis.waiting],
+        },
+        "ranks": [_rank_as_json(graph, row) for row in _build_rows(diagnosis)],
+        "advice": diagnosis.suggest_fixes(),
+        "problems": job.list_problems(),
         "workers": calls_as_json(job),
     }
 
@@ -161,43 +163,9 @@ def _format_headline(job: Job) -> str:
     return f"Job {escape(job.name, 80)} ({ranks}{attempt}{began}, {state}): {command}\n"
 
 
-def _build_list(steps: Iterable[str]) -> Table:
-    items = Table.grid(padding=(0, 1))
-    items.add_column(no_wrap=True)
-    items.add_column()
-    for step in steps:
-        items.add_row("  -", Text(step))
-    return items
-
-
-def _format_caption(graph: WaitForGraph) -> str:
-    if graph.first_failure is None:
-        return ""
-    return "\nRanks at the time of the failure:"
-
-
-def _list_problems(job: Job) -> Iterable[str]:
-    yield from job.problems
-    for rank in job.ranks:
-        if rank.problem:
-            yield f"rank {rank.rank}: {rank.problem}"
-
-
 def _to_unix(graph: WaitForGraph, time: int) -> float | None:
     clock = get_clock_offset(graph.job)
     return (time + clock) / 1e9 if time and clock else None
-
-
-def _diagnosis_as_json(graph: WaitForGraph, diagnosis: Diagnosis) -> dict[str, Any]:
-    return {
-        "kind": diagnosis.kind,
-        "ranks": list(diagnosis.ranks),
-        "since": _to_unix(graph, diagnosis.since),
-        "text": write_sentences(graph, diagnosis),
-        "reason": diagnosis.reason,
-        "sides": [_side_as_json(graph, side) for side in diagnosis.sides],
-        "waiting": [_side_as_json(graph, side) for side in diagnosis.waiting],
-    }
 
 
 def _side_as_json(graph: WaitForGraph, side: Side) -> dict[str, Any]:
@@ -233,15 +201,10 @@ def _operation_as_json(
 ) -> dict[str, Any] | None:
     if operation is None:
         return None
+    names = ("kind", "sequence", "dtype", "count", "op", "peer", "site")
     return {
         "text": format_operation(graph, number, operation),
-        "kind": operation.kind,
-        "sequence": operation.sequence,
-        "dtype": operation.dtype,
-        "count": operation.count,
-        "op": operation.op,
-        "peer": operation.peer,
-        "site": operation.site,
+        **{name: getattr(operation, name) for name in names},
         "begin": _to_unix(graph, operation.begin),
         "end": _to_unix(graph, operation.end),
         "outcome": operation.outcome,
@@ -273,43 +236,18 @@ class _Row:
     is_at_fault: bool = False
 
 
-def _build_rows(graph: WaitForGraph, diagnosis: Diagnosis, *, fold: bool) -> list[_Row]:
-    """Return a row for each rank or, if `fold` is true, for all ranks in the same state."""
-    single = [
-        _build_row(graph, number, number in diagnosis.ranks) for number in sorted(graph.ranks)
-    ]
-    if not fold:
-        return single
+def _build_rows(diagnosis: Diagnosis) -> list[_Row]:
+    graph, at_fault = diagnosis.graph, diagnosis.ranks
+    return [_build_row(graph, number, number in at_fault) for number in sorted(graph.ranks)]
+
+
+def _fold_rows(rows: list[_Row]) -> list[_Row]:
+    """Return a row for all ranks in the same state."""
     folded: dict[_Row, list[_Row]] = {}
-    for row in single:
+    for row in rows:
         alike = replace(row, ranks=(), since=0, steps=(), note="")
         folded.setdefault(alike, []).append(row)
     return [_merge_rows(alike, parts) for alike, parts in folded.items()]
-
-
-def _build_table(graph: WaitForGraph, diagnosis: Diagnosis) -> Table:
-    """Return the rows as a rich table, with the ranks at fault in red."""
-    fold = len(graph.ranks) >= _FOLD_FROM
-    found = _build_rows(graph, diagnosis, fold=fold)
-    rich_table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    steps, notes = any(row.steps for row in found), any(row.note for row in found)
-    absent = (("pid", fold), ("step", not steps), ("note", not notes))
-    hidden = {name for name, empty in absent if empty}
-    for name in ("rank", "pid", "state", "operation", "called at", "since", "step", "note"):
-        if name not in hidden:
-            rich_table.add_column(
-                name, overflow="fold", justify="right" if name == "step" else "left"
-            )
-    shown = sorted(found, key=lambda row: not row.is_at_fault)[:_MAX_ROWS]
-    for row in sorted(shown, key=lambda row: row.ranks):
-        cells = _format_cells(graph, row)
-        rich_table.add_row(
-            *(Text(cell) for name, cell in cells.items() if name not in hidden),
-            style="bold red" if row.is_at_fault else None,
-        )
-    if len(found) > len(shown):
-        rich_table.caption = f"and {len(found) - len(shown)} more: phalanx explain --json lists all"
-    return rich_table
 
 
 def _merge_rows(alike: _Row, parts: list[_Row]) -> _Row:
@@ -319,6 +257,28 @@ def _merge_rows(alike: _Row, parts: list[_Row]) -> _Row:
     notes = {row.note for row in parts}
     note = notes.pop() if len(notes) == 1 else "several"
     return replace(alike, ranks=ranks, since=since, steps=steps, note=note)
+
+
+def _build_table(diagnosis: Diagnosis) -> Table:
+    """Return the rows as a rich table, with the ranks at fault in red."""
+    graph, rows = diagnosis.graph, _build_rows(diagnosis)
+    is_folded = len(rows) >= _FOLD_FROM
+    found = _fold_rows(rows) if is_folded else rows
+    shown = sorted(found, key=lambda row: not row.is_at_fault)[:_MAX_ROWS]
+    shown.sort(key=lambda row: row.ranks)
+    cells = [_format_cells(graph, row) for row in shown]
+    empty = {"step": not any(row.steps for row in rows), "note": not any(row.note for row in rows)}
+    hidden = {"pid": is_folded, **empty}
+    names = [name for name in cells[0] if not hidden.get(name)]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for name in names:
+        table.add_column(name, overflow="fold", justify="right" if name == "step" else "left")
+    for row, line in zip(shown, cells, strict=True):
+        style = "bold red" if row.is_at_fault else None
+        table.add_row(*(Text(line[name]) for name in names), style=style)
+    if len(found) > len(shown):
+        table.caption = f"and {len(found) - len(shown)} more: phalanx explain --json lists all"
+    return table
 
 
 def _format_cells(graph: WaitForGraph, row: _Row) -> dict[str, str]:
@@ -346,7 +306,7 @@ def _format_since(graph: WaitForGraph, time: int) -> str:
 def _build_row(graph: WaitForGraph, number: int, is_at_fault: bool) -> _Row:
     operation, before = graph.current_operation(number), graph.previous_operation(number)
     incomplete = find_incomplete_messages(graph, number)
-    shown, step = next(iter(incomplete), operation or before), get_last_step(graph.ranks[number])
+    shown, step = next(iter(incomplete), operation or before), graph.ranks[number].last_step
     text = ""
     if shown is not None:
         text = format_for_column(graph, number, shown)
@@ -368,9 +328,8 @@ def _get_state_start(graph: WaitForGraph, number: int) -> int:
     operation, status = graph.current_operation(number), graph.exits[number]
     if operation is not None:
         return operation.begin
-    return (
-        status.time if status.time and graph.is_gone(number) else graph.get_own_code_start(number)
-    )
+    is_ended = status.time and graph.is_gone(number)
+    return status.time if is_ended else graph.get_own_code_start(number)
 
 
 def _describe_state(graph: WaitForGraph, number: int) -> str:
@@ -387,11 +346,7 @@ def _describe_state(graph: WaitForGraph, number: int) -> str:
         return f"{_describe_activity(graph, number)} (then {by} the launcher)"
     if status.reason == "failed":
         return get_phalanx_error(rank) or f"failed: {escape(rank.exception.partition(':')[0], 40)}"
-    if status.reason == "killed":
-        return f"killed by {signal_name(-(status.code or 0))}"
-    if status.reason == "exited":
-        return f"exited with code {status.code}"
-    return _STATES.get(status.reason, status.reason)
+    return status.describe(_STATES)
 
 
 def _describe_activity(graph: WaitForGraph, number: int) -> str:

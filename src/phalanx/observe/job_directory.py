@@ -275,6 +275,13 @@ class JobDirectory:
         finally:
             self.close()
 
+    def discard(self) -> None:
+        """Remove the directory like `remove`, but only log a failure."""
+        try:
+            self.remove()
+        except UnusableFileError as error:
+            _log.warning("phalanx: %s", error)
+
     def _lock(self, kind: int) -> bool:
         try:
             fcntl.flock(self.fd, kind | fcntl.LOCK_NB)

@@ -26,7 +26,7 @@ from phalanx.observe.job_directory import (
     get_recorder_name,
 )
 from phalanx.observe.job_lookup import find_job, list_running_jobs
-from phalanx.observe.recorder_reader import ended_well, parse_rank_ranges, read_recorder
+from phalanx.observe.recorder_reader import build_rank, ended_well, read_recorder
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -275,9 +275,7 @@ def _build_ranks(
     for number in range(size):
         start = launcher_log.starts.get(number)
         found = by_rank.get(number)
-        rank = (
-            model.Rank(number, start=start) if found is None else _build_rank(number, found, start)
-        )
+        rank = model.Rank(number, start=start) if found is None else build_rank(found, start)
         if found is None and start is not None:
             rank = replace(
                 rank, pid=start.pid, host=location.host, problem=unreadable.pop(start.pid, "")
@@ -292,36 +290,6 @@ def _find_process(rank: model.Rank, location: _JobLocation) -> model.Process | N
     if rank.opened:
         return location.find_process(rank.pid, (time.monotonic_ns() - rank.opened) / 1e9)
     return location.find_process(rank.pid, time.time() - rank.start.time if rank.start else 0.0)
-
-
-def _build_rank(number: int, recorder: dict[str, Any], start: model.Start | None) -> model.Rank:
-    return model.Rank(
-        number,
-        recorder["pid"],
-        recorder["host"],
-        recorder["clock"],
-        recorder["opened"],
-        recorder["ending"],
-        recorder["exception"],
-        recorder["ended"],
-        tuple(_build_group(group) for group in recorder["groups"]),
-        tuple(model.Operation(**operation) for operation in recorder["open"]),
-        tuple(model.Operation(**operation) for operation in recorder["done"]),
-        recorder["operations"],
-        tuple(model.Report(*report) for report in recorder["reports"]),
-        recorder["note"],
-        start,
-    )
-
-
-def _build_group(group: dict[str, Any]) -> model.Group:
-    return model.Group(**{**group, "members": _parse_members(group)})
-
-
-def _parse_members(group: dict[str, Any]) -> tuple[int, ...]:
-    """Return the ranks of a group's members in the job; empty if there are more than its size."""
-    members = parse_rank_ranges(group["members"])
-    return members if len(members) <= group["size"] else ()
 
 
 # job.json and launcher.jsonl.
@@ -351,11 +319,14 @@ class _LauncherLog:
 
 def _read_description(job: JobDirectory, problems: list[str]) -> _JobDescription:
     """Return the content of `job.json`; add its defects to `problems`."""
-    text = _read(job, JOB_FILE, _JOB_LIMIT, problems)
-    if text is None:
-        return _JobDescription()
     try:
-        found = json.loads(text)
+        found = json.loads(job.read(JOB_FILE, _JOB_LIMIT))
+    except FileNotFoundError:
+        problems.append(f"{JOB_FILE} is missing")
+        return _JobDescription()
+    except OSError as error:
+        problems.append(str(error))
+        return _JobDescription()
     except (ValueError, RecursionError) as error:
         problems.append(f"{JOB_FILE} is damaged: {error}")
         return _JobDescription()
@@ -377,10 +348,15 @@ def _read_description(job: JobDirectory, problems: list[str]) -> _JobDescription
 
 def _read_launcher_log(job: JobDirectory, problems: list[str]) -> _LauncherLog:
     """Return the content of `launcher.jsonl`; add its defects to `problems`."""
-    text = _read(job, LAUNCHER_LOG_FILE, _LOG_LIMIT, problems)
-    log, damaged = _LauncherLog(), 0
+    log, damaged, text = _LauncherLog(), 0, b""
+    try:
+        text = job.read(LAUNCHER_LOG_FILE, _LOG_LIMIT)
+    except FileNotFoundError:  # a job without a launcher
+        pass
+    except OSError as error:
+        problems.append(str(error))
     # Text after the last newline is still being written.
-    for line in (text or b"").split(b"\n")[:-1]:
+    for line in text.split(b"\n")[:-1]:
         try:
             event = json.loads(line)
         except (ValueError, RecursionError):
@@ -423,28 +399,18 @@ def _apply_event(log: _LauncherLog, event: dict[str, Any]) -> bool:
     return True
 
 
-def _read(job: JobDirectory, name: str, limit: int, problems: list[str]) -> bytes | None:
-    try:
-        return job.read(name, limit)
-    except FileNotFoundError:
-        # A job without a launcher has no launcher.jsonl.
-        if name == JOB_FILE:
-            problems.append(f"{name} is missing")
-    except OSError as error:
-        problems.append(str(error))
-    return None
-
-
 def _get_whole(found: dict[str, Any], key: str, default: int) -> int:
     value = found.get(key)
-    usable = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_INT
-    return int(value) if usable and value is not None else default
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_INT:
+        return value
+    return default
 
 
 def _get_code(found: dict[str, Any]) -> int | None:
     value = found.get("code")
-    usable = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_INT
-    return int(value) if usable and value is not None else None
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_INT:
+        return value
+    return None
 
 
 def _get_number(found: dict[str, Any], key: str) -> float:
@@ -485,15 +451,14 @@ def _read_workers(
 def _parse_worker(pid: int, content: Any) -> model.Worker:
     if content["version"] != CALL_LOG_VERSION:
         raise ValueError(f"version {content['version']}, expected {CALL_LOG_VERSION}")
-    made = tuple(
-        model.Call(int(call["call"]), int(call["to"]), str(call["function"]), int(call["since"]))
-        for call in content["made"]
-    )
-    executed = tuple(
-        model.Call(int(call["call"]), int(call["of"]), "", int(call["since"]))
-        for call in content["executed"]
-    )
-    return model.Worker(pid, int(content["id"]), str(content["name"]), made, executed)
+    made = [_parse_call(call, call["to"], call["function"]) for call in content["made"]]
+    executed = [_parse_call(call, call["of"], "") for call in content["executed"]]
+    name = str(content["name"])
+    return model.Worker(pid, int(content["id"]), name, tuple(made), tuple(executed))
+
+
+def _parse_call(call: Any, peer: Any, function: Any) -> model.Call:
+    return model.Call(int(call["call"]), int(peer), str(function), int(call["since"]))
 
 
 # Processes. psutil provides the same data as one read of /proc, but no start time in a monotonic

@@ -152,10 +152,5 @@ class LauncherLogWriter:
         if self._fd != -1:
             os.close(self._fd)
         job, self._fd, self._directory = self._directory, -1, None
-        if job is not None and remove:
-            try:
-                job.remove()
-            except OSError as error:
-                _log.warning("phalanx: %s", error)
-        elif job is not None:
-            job.close()
+        if job is not None:
+            (job.discard if remove else job.close)()

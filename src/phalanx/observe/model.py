@@ -6,7 +6,8 @@ an operation are ranks in its group. Texts are unescaped: code that prints them 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 Ending = Literal["", "left", "exited", "failed"]
@@ -155,6 +156,8 @@ class Rank:
         note: The last note given to `phalanx.report`.
         start: The launcher's record; None if a Phalanx launcher did not start the rank.
         process: The state of its process; None if the process is not visible from this machine.
+        main_thread_wait: The number of the operation of a group's thread that the main thread waits
+            for; 0 for none.
         problem: The reason why its recorder cannot be read; empty if it can, or if there is none.
     """
 
@@ -175,6 +178,12 @@ class Rank:
     start: Start | None = None
     process: Process | None = None
     problem: str = ""
+    main_thread_wait: int = 0
+
+    @property
+    def records(self) -> tuple[Operation, ...]:
+        """All known operations: those that ended, then those under way, each oldest first."""
+        return self.history + self.open
 
     @property
     def last(self) -> Operation | None:
@@ -185,6 +194,15 @@ class Rank:
     def is_gone(self) -> bool:
         """Return whether the rank's process has ended."""
         return self.process is not None and self.process.state in ("gone", "zombie")
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that the rank reported; None if there is none."""
+        return next((report.step for report in reversed(self.reports) if report.step >= 0), None)
+
+    def get_group(self, operation: Operation) -> Group | None:
+        """Return the group of an operation of this rank; None if it was not recorded."""
+        return self.groups[operation.group] if 0 <= operation.group < len(self.groups) else None
 
 
 @dataclass(frozen=True)
@@ -245,7 +263,7 @@ class Job:
     attempt: int = 0
     code: int | None = None
     now: int = 0
-    ranks: tuple[Rank, ...] = field(default=())
+    ranks: tuple[Rank, ...] = ()
     problems: tuple[str, ...] = ()
     hosts: int = 1
     launcher: int = 0
@@ -258,8 +276,35 @@ class Job:
         """Return whether any process of the job on this machine is alive."""
         return any(rank.process is not None and not rank.is_gone for rank in self.ranks)
 
+    def list_problems(self) -> list[str]:
+        """Return the descriptions of all data of the job and its ranks that could not be read."""
+        ranks = [f"rank {rank.rank}: {rank.problem}" for rank in self.ranks if rank.problem]
+        return [*self.problems, *ranks]
 
-def get_group(rank: Rank, operation: Operation) -> Group | None:
-    """Return the group of an operation, as its rank recorded it; None if it did not."""
-    known = 0 <= operation.group < len(rank.groups)
-    return rank.groups[operation.group] if known else None
+    @cached_property
+    def group_ranks(self) -> dict[int, dict[int, int]]:
+        """The known ranks of each formed group by their number in it, by the group's identity.
+
+        A rank's own record of its number takes precedence over the records of other ranks. Only a
+        formed group has an identity.
+        """
+        found: dict[int, dict[int, int]] = {}
+        numbers = {rank.rank for rank in self.ranks}
+        formed = [(rank, group) for rank in self.ranks for group in rank.groups if group.identity]
+        for rank, group in formed:
+            found.setdefault(group.identity, {}).setdefault(group.rank, rank.rank)
+        for _, group in formed:
+            whole = sorted(numbers) if group.size == len(numbers) else ()
+            for place, number in enumerate(group.members or whole):
+                if number in numbers:
+                    found[group.identity].setdefault(place, number)
+        return found
+
+    def find_rank(self, rank: Rank, operation: Operation, place: int) -> int:
+        """Return the rank with a number in the group of a rank's operation; -1 if unknown."""
+        group = rank.get_group(operation)
+        if group is None or place < 0:
+            return -1
+        if not group.identity:  # while it is formed, only its own record identifies it
+            return group.members[place] if place < len(group.members) else -1
+        return self.group_ranks[group.identity].get(place, -1)

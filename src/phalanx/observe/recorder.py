@@ -94,15 +94,18 @@ def open_for_group(store: Store, rank: int, size: int) -> None:
     Raises:
         UsageError: An environment variable is malformed.
     """
-    global _recorder  # noqa: PLW0603
     with _lock:
         if _recorder is None:
-            _recorder = _open_recorder(_find_job_settings(store, rank, size))
-            # Installed now because failing to form a group may also end the process.
-            exception_hook.install()
-        elif size > 1 and not _recorder.has_launcher and not _is_initialized():
+            if _is_initialized():
+                # A subgroup in a job whose default group uses another backend.
+                import torch.distributed as dist
+                from torch.distributed.distributed_c10d import _get_default_store
+
+                store, rank, size = _get_default_store(), dist.get_rank(), dist.get_world_size()
+            _open(store, rank, size)
+        elif size > 1 and not _is_initialized():
             # Processes that are new in this group read the job's location from the store.
-            store.compare_set(_KEY, "", _recorder.location)
+            publish_job(store)
 
 
 def publish_job(store: Store) -> None:
@@ -122,11 +125,9 @@ def open_for_workers(store: Store, rank: int, size: int) -> None:
     Raises:
         UsageError: An environment variable is malformed.
     """
-    global _recorder  # noqa: PLW0603
     with _lock:
         if _recorder is None:
-            _recorder = _open_recorder(_read_settings(store, rank, size))
-            exception_hook.install()
+            _open(store, rank, size)
 
 
 def report(
@@ -188,25 +189,15 @@ def close() -> None:
         _native.record_ending("exited", "")
     else:
         exception_hook.announce(error)
-    if (job := recorder.directory) is not None:
-        # The process that gets the exclusive lock is the last one. A process that is killed, or
-        # that exits without Python's cleanup, leaves the removal to the others or to `prune`.
-        _close_directory(
-            job,
-            remove=not recorder.has_launcher
-            and job.lock_exclusive()
-            and _have_all_ended_well(job, recorder.world_size),
-        )
-
-
-def _close_directory(job: JobDirectory, *, remove: bool) -> None:
-    if not remove:
-        job.close()
+    if (job := recorder.directory) is None:
         return
-    try:
-        job.remove()
-    except OSError as error:
-        _log.warning("phalanx: %s", error)
+    # The process that gets the exclusive lock is the last one. A process that is killed, or that
+    # exits without Python's cleanup, leaves the removal to the others or to `prune`.
+    is_last = not recorder.has_launcher and job.lock_exclusive()
+    if is_last and _have_all_ended_well(job, recorder.world_size):
+        job.discard()
+    else:
+        job.close()
 
 
 def _have_all_ended_well(job: JobDirectory, world_size: int) -> bool:
@@ -229,23 +220,16 @@ def _find_fatal_error() -> BaseException | None:
     return error
 
 
-def _find_job_settings(store: Store, rank: int, size: int) -> _JobSettings:
-    if _is_initialized():
-        # A subgroup in a job whose default group uses another backend.
-        import torch.distributed as dist
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        store, rank, size = _get_default_store(), dist.get_rank(), dist.get_world_size()
-    return _read_settings(store, rank, size)
-
-
-def _read_settings(store: Store, rank: int, size: int) -> _JobSettings:
+def _open(store: Store, rank: int, size: int) -> None:
+    global _recorder  # noqa: PLW0603
     try:
         attempt = env.integer("TORCHELASTIC_RESTART_COUNT", minimum=0) or 0
         settings = env.jobs_directory(), env.jobs_kept(), env.job()
     except ValueError as error:
         raise UsageError(str(error)) from None
-    return _JobSettings(store, rank, size, attempt, *settings)
+    _recorder = _open_recorder(_JobSettings(store, rank, size, attempt, *settings))
+    # Installed now because failing to form a group may also end the process.
+    exception_hook.install()
 
 
 def _is_initialized() -> bool:
@@ -267,7 +251,8 @@ def _open_recorder(job: _JobSettings) -> _Recorder:
         _warn(job, error)
         if directory is not None:
             # Removed only for a single rank: other ranks may be about to open the directory.
-            _close_directory(directory, remove=job.name is None and job.world_size == 1)
+            is_unused = job.name is None and job.world_size == 1
+            (directory.discard if is_unused else directory.close)()
             directory = None
     if directory is None:
         _open_memory(job)
@@ -278,13 +263,10 @@ def _open_recorder(job: _JobSettings) -> _Recorder:
 
 def _open_directory(job: _JobSettings) -> tuple[JobDirectory | None, bool]:
     """Open the job's directory, or None; also return whether this rank must describe the job."""
+    if job.name == env.NO_JOB:
+        return None, False
     if job.name is not None:
-        named = (
-            None
-            if job.name == env.NO_JOB
-            else _lock_shared(_open_launched_directory(job.base, job.name))
-        )
-        return named, False
+        return _lock_shared(_open_launched_directory(job.base, job.name)), False
     own = os.path.join(job.base, make_job_name())
     agreed = own if job.world_size == 1 else job.store.compare_set(_KEY, "", own).decode()
     if agreed == env.NO_JOB:

@@ -1,6 +1,6 @@
 """Validated reading of one flight recorder.
 
-Its content, the ranks of its groups, and whether its process ended well.
+Its content, its rank in the objects of `model`, and whether its process ended well.
 """
 
 from __future__ import annotations
@@ -8,15 +8,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from phalanx import _native
+from phalanx.observe import model
 from phalanx.observe.job_directory import get_recorder_name
 
 if TYPE_CHECKING:
     from phalanx.observe.job_directory import JobDirectory
 
-__all__ = ["ended_well", "parse_rank_ranges", "read_recorder"]
+__all__ = ["build_rank", "ended_well", "parse_rank_ranges", "read_recorder"]
 
 # Suffices for recorders of any version: the native reader reports a version that it cannot read.
 _LIMIT = 16 * 2**20
+_SAME_NAMES = (
+    *("rank", "pid", "host", "clock", "opened", "ending", "exception", "ended"),
+    *("operations", "note", "main_thread_wait"),
+)
+"""The entries of a recorder that `model.Rank` has under the same names."""
 _MAX_RANKS = 2**16
 """Maximum number of ranks of a group; a longer list was not written by a rank."""
 
@@ -47,6 +53,30 @@ def read_recorder(job: JobDirectory, name: str, history: int) -> dict[str, Any]:
     if not recorder["ending"] and recorder["groups"] and _has_left(recorder):
         recorder["ending"] = "left"
     return recorder
+
+
+def build_rank(recorder: dict[str, Any], start: model.Start | None = None) -> model.Rank:
+    """Return the rank that wrote a flight recorder.
+
+    Args:
+        recorder: The content of the recorder, as returned by `read_recorder` or by the native core.
+        start: The launcher's record of the rank.
+    """
+    return model.Rank(
+        **{name: recorder[name] for name in _SAME_NAMES},
+        groups=tuple(map(_build_group, recorder["groups"])),
+        open=tuple(model.Operation(**operation) for operation in recorder["open"]),
+        history=tuple(model.Operation(**operation) for operation in recorder["done"]),
+        reports=tuple(model.Report(*report) for report in recorder["reports"]),
+        start=start,
+    )
+
+
+def _build_group(record: dict[str, Any]) -> model.Group:
+    members = parse_rank_ranges(record["members"])
+    # A list that is longer than the group was not written by a rank.
+    members = members if len(members) <= record["size"] else ()
+    return model.Group(**{**record, "members": members})
 
 
 def parse_rank_ranges(text: str) -> tuple[int, ...]:
@@ -82,11 +112,10 @@ def ended_well(recorders: list[dict[str, Any]]) -> bool:
 
 
 def _ended_well(recorder: dict[str, Any]) -> bool:
-    if recorder["ending"] not in ("left", "exited"):
-        return False
-    if _has_left(recorder):
-        return True
-    return not recorder["done"] or bool(recorder["done"][-1]["outcome"] == "ok")
+    done = recorder["done"]
+    return recorder["ending"] in ("left", "exited") and (
+        _has_left(recorder) or not done or bool(done[-1]["outcome"] == "ok")
+    )
 
 
 def _has_left(recorder: dict[str, Any]) -> bool:

@@ -21,17 +21,9 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from phalanx.errors import UsageError
-from phalanx.observe.diagnosis.exit_reasons import ExitStatus, determine_exit, get_last_record_time
 from phalanx.observe.escape import escape
-from phalanx.observe.model import get_group
-from phalanx.observe.wait_time import (
-    GroupRanks,
-    get_global_rank,
-    get_wait_interval,
-    is_inactive,
-    map_group_ranks,
-)
-from phalanx.system.signals import signal_name
+from phalanx.observe.exit_reasons import ExitStatus, determine_exit, get_last_record_time
+from phalanx.observe.wait_time import get_wait_interval
 
 if TYPE_CHECKING:
     from phalanx.observe.model import Job, Operation, Rank
@@ -109,7 +101,6 @@ class Timeline:
 
     Attributes:
         rank: The number of the rank in the job.
-        pid: The pid of its process; 0 if it left no trace.
         tracks: The tracks: the main thread, other threads of the script, groups' threads, messages.
         counters: The steps and losses given to `phalanx.report`.
         instants: The opening of its flight recorder, and its end.
@@ -118,7 +109,6 @@ class Timeline:
     """
 
     rank: int
-    pid: int
     tracks: tuple[Track, ...]
     counters: tuple[Counter, ...]
     instants: tuple[Instant, ...]
@@ -168,58 +158,44 @@ def write(job: Job, file: IO[bytes]) -> Iterator[OperationCounts]:
         OSError: The file cannot be written.
     """
     check()
-    group_ranks = map_group_ranks(job)
-    pids = _assign_pids(job)
     file.write(_build_job_packets(job))
-    for number, rank in enumerate(job.ranks):
-        timeline = build_timeline(rank, job, group_ranks)
-        file.write(_Sequence(number, pids[number]).packets(timeline))
+    for number, (rank, pid) in enumerate(zip(job.ranks, _assign_pids(job), strict=True)):
+        timeline = build_timeline(rank, job)
+        file.write(_PacketSequence(number, pid).serialize(timeline))
         yield OperationCounts(timeline.rank, timeline.slices, timeline.earlier, timeline.impossible)
 
 
-def build_timeline(rank: Rank, job: Job, group_ranks: GroupRanks) -> Timeline:
-    """Arrange the operations of one rank of a job; `group_ranks` is from `map_group_ranks`."""
-    status = determine_exit(rank, job)
-    operations_by_track: dict[tuple[int, str], list[Operation]] = {}
-    impossible = 0
-    for operation in (*rank.history, *rank.open):
-        if _is_possible(operation, job.now + _SLACK):
-            operations_by_track.setdefault(_identify_track(rank, operation), []).append(operation)
-        else:
-            impossible += 1
-    last = status.time if is_inactive(status) and 0 < status.time <= job.now + _SLACK else None
-    tracks: list[Track] = []
-    for (_, name), operations in sorted(operations_by_track.items()):
-        tracks += [
-            Track(name, [_build_slice(rank, one, group_ranks, last, job.now) for one in row])
-            for row in _split_overlapping(operations)
-        ]
+def build_timeline(rank: Rank, job: Job) -> Timeline:
+    """Arrange the operations of one rank of a job."""
+    status, limit = determine_exit(rank, job), job.now + _SLACK
+    possible = [operation for operation in rank.records if _is_possible(operation, limit)]
+    by_track: dict[tuple[int, str], list[Operation]] = {}
+    for operation in possible:
+        by_track.setdefault(_identify_track(rank, operation), []).append(operation)
+    last = status.time if status.is_inactive and 0 < status.time <= limit else None
+    tracks = [
+        Track(name, [_build_slice(job, rank, operation, last) for operation in row])
+        for (_, name), operations in sorted(by_track.items())
+        for row in _split_overlapping(operations)
+    ]
+    instants = [instant for instant in _list_instants(rank, status) if 0 < instant.time <= limit]
     return Timeline(
         rank=rank.rank,
-        pid=rank.pid,
         tracks=tuple(tracks),
-        counters=_build_counters(rank, job.now + _SLACK),
-        instants=tuple(
-            one for one in _list_instants(rank, status) if 0 < one.time <= job.now + _SLACK
-        ),
-        earlier=max(rank.operations - len(rank.history) - len(rank.open), 0),
-        impossible=impossible,
+        counters=_build_counters(rank, limit),
+        instants=tuple(instants),
+        earlier=max(rank.operations - len(rank.records), 0),
+        impossible=len(rank.records) - len(possible),
     )
 
 
 def _assign_pids(job: Job) -> list[int]:
     """Return a unique process number for each rank; viewers merge ranks with equal numbers."""
-    seen: set[int] = set()
-    found = []
+    found: dict[int, None] = {}
     for number, rank in enumerate(job.ranks):
-        pid = (
-            rank.pid
-            if 0 < rank.pid < _FIRST_SUBSTITUTE_PID and rank.pid not in seen
-            else _FIRST_SUBSTITUTE_PID + number
-        )
-        seen.add(pid)
-        found.append(pid)
-    return found
+        is_unique = 0 < rank.pid < _FIRST_SUBSTITUTE_PID and rank.pid not in found
+        found[rank.pid if is_unique else _FIRST_SUBSTITUTE_PID + number] = None
+    return list(found)
 
 
 def _build_job_packets(job: Job) -> bytes:
@@ -260,7 +236,7 @@ def _find_end(job: Job) -> int:
     return max(believed, default=job.now)
 
 
-class _Sequence:
+class _PacketSequence:
     """The packet sequence of one rank, with its interned strings."""
 
     def __init__(self, number: int, pid: int) -> None:
@@ -272,32 +248,37 @@ class _Sequence:
         self._number = number + 2  # 1 is the job's
         self._pid = pid
         self._texts: dict[str, dict[str, int]] = {}
-        self._tracks = itertools.count((number + 2) << 32)
+        self._uuids = itertools.count((number + 2) << 32)
 
-    def packets(self, timeline: Timeline) -> bytes:
-        """Return all packets of a rank's timeline, serialized."""
-        process = next(self._tracks)
-        self._first(process, timeline)
+    def serialize(self, timeline: Timeline) -> bytes:
+        """Return all packets of a rank's timeline."""
+        process = next(self._uuids)
+        packet = self._add_packet()
+        packet.sequence_flags |= self._protos.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
+        descriptor = packet.track_descriptor
+        descriptor.uuid = process
+        descriptor.sibling_order_rank = timeline.rank
+        descriptor.process.pid = self._pid
+        descriptor.process.process_name = f"rank {timeline.rank}"
+        types = self._protos.TrackEvent
         for instant in timeline.instants:
-            self._instant(process, instant)
-        for lane in timeline.tracks:
-            track = self._track(process, lane.name)
-            for part in lane.slices:
-                self._slice(track, part)
+            packet = self._add_event(instant.time, process, types.TYPE_INSTANT)
+            packet.track_event.name = instant.name
+            self._annotate(packet, instant.arguments)
+        for track in timeline.tracks:
+            uuid = self._add_track(process, track.name).uuid
+            for part in track.slices:
+                self._add_slice(uuid, part)
         for counter in timeline.counters:
-            self._counter(process, counter)
+            descriptor = self._add_track(process, counter.name)
+            descriptor.counter.SetInParent()
+            for time, value in counter.values:
+                packet = self._add_event(time, descriptor.uuid, types.TYPE_COUNTER)
+                packet.track_event.double_counter_value = value
         serialized: bytes = self._builder.serialize()
         return serialized
 
-    def _first(self, process: int, timeline: Timeline) -> None:
-        packet = self._packet()
-        packet.sequence_flags |= self._protos.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
-        packet.track_descriptor.uuid = process
-        packet.track_descriptor.sibling_order_rank = timeline.rank
-        packet.track_descriptor.process.pid = self._pid
-        packet.track_descriptor.process.process_name = f"rank {timeline.rank}"
-
-    def _packet(self, time: int | None = None) -> Any:
+    def _add_packet(self, time: int | None = None) -> Any:
         packet = self._builder.add_packet()
         packet.trusted_packet_sequence_id = self._number
         packet.sequence_flags = self._protos.TracePacket.SEQ_NEEDS_INCREMENTAL_STATE
@@ -305,44 +286,28 @@ class _Sequence:
             packet.timestamp = time
         return packet
 
-    def _track(self, process: int, name: str) -> int:
-        descriptor = self._packet().track_descriptor
-        descriptor.uuid = next(self._tracks)
+    def _add_track(self, process: int, name: str) -> Any:
+        descriptor = self._add_packet().track_descriptor
+        descriptor.uuid = next(self._uuids)
         descriptor.parent_uuid = process
         descriptor.name = name
-        uuid: int = descriptor.uuid
-        return uuid
+        return descriptor
 
-    def _slice(self, track: int, part: Slice) -> None:
-        packet = self._event(part.begin, track, self._protos.TrackEvent.TYPE_SLICE_BEGIN)
+    def _add_slice(self, track: int, part: Slice) -> None:
+        packet = self._add_event(part.begin, track, self._protos.TrackEvent.TYPE_SLICE_BEGIN)
         event = packet.track_event
-        event.name_iid = self._text(packet, "event_names", part.name)
-        event.category_iids.append(self._text(packet, "event_categories", part.category))
+        event.name_iid = self._intern(packet, "event_names", part.name)
+        event.category_iids.append(self._intern(packet, "event_categories", part.category))
         if part.flow:
             event.flow_ids.append(part.flow)
         self._annotate(packet, part.arguments)
         for inner in part.within:
-            self._slice(track, inner)
+            self._add_slice(track, inner)
         if part.end is not None:
-            self._event(part.end, track, self._protos.TrackEvent.TYPE_SLICE_END)
+            self._add_event(part.end, track, self._protos.TrackEvent.TYPE_SLICE_END)
 
-    def _instant(self, track: int, instant: Instant) -> None:
-        packet = self._event(instant.time, track, self._protos.TrackEvent.TYPE_INSTANT)
-        packet.track_event.name = instant.name
-        self._annotate(packet, instant.arguments)
-
-    def _counter(self, process: int, counter: Counter) -> None:
-        descriptor = self._packet().track_descriptor
-        descriptor.uuid = next(self._tracks)
-        descriptor.parent_uuid = process
-        descriptor.name = counter.name
-        descriptor.counter.SetInParent()
-        for time, value in counter.values:
-            packet = self._event(time, descriptor.uuid, self._protos.TrackEvent.TYPE_COUNTER)
-            packet.track_event.double_counter_value = value
-
-    def _event(self, time: int, track: int, kind: int) -> Any:
-        packet = self._packet(time)
+    def _add_event(self, time: int, track: int, kind: int) -> Any:
+        packet = self._add_packet(time)
         packet.track_event.type = kind
         packet.track_event.track_uuid = track
         return packet
@@ -350,15 +315,15 @@ class _Sequence:
     def _annotate(self, packet: Any, arguments: Mapping[str, str | int]) -> None:
         for name, value in arguments.items():
             annotation = packet.track_event.debug_annotations.add()
-            annotation.name_iid = self._text(packet, "debug_annotation_names", name)
+            annotation.name_iid = self._intern(packet, "debug_annotation_names", name)
             if isinstance(value, str):
-                annotation.string_value_iid = self._text(
+                annotation.string_value_iid = self._intern(
                     packet, "debug_annotation_string_values", value
                 )
             else:
                 annotation.int_value = value
 
-    def _text(self, packet: Any, table: str, text: str) -> int:
+    def _intern(self, packet: Any, table: str, text: str) -> int:
         """Return the id of a text in an interning table; add a new text to the packet."""
         known = self._texts.setdefault(table, {})
         number = known.get(text)
@@ -390,7 +355,7 @@ def _identify_track(rank: Rank, operation: Operation) -> tuple[int, str]:
 
 
 def _get_group_name(rank: Rank, operation: Operation) -> str:
-    group = get_group(rank, operation)
+    group = rank.get_group(operation)
     return "" if group is None else escape(group.name)
 
 
@@ -411,44 +376,35 @@ def _split_overlapping(operations: Sequence[Operation]) -> list[list[Operation]]
     return rows
 
 
-def _build_slice(
-    rank: Rank, operation: Operation, group_ranks: GroupRanks, last: int | None, now: int
-) -> Slice:
+def _build_slice(job: Job, rank: Rank, operation: Operation, last: int | None) -> Slice:
     """Build the slice of an operation; an operation under way ends with its rank, at `last`."""
     end = operation.end or (None if last is None else max(last, operation.begin))
     failed = operation.outcome not in ("", "ok")
     name = escape(operation.kind, 40)
+    category = "joining" if operation.kind == "join" else "collective"
     return Slice(
         name=f"{name}: {escape(operation.outcome, 40)}" if failed else name,
-        category=_get_category(operation),
+        category="message" if operation.is_message else category,
         begin=operation.begin,
         end=end,
-        arguments=_list_arguments(rank, operation, group_ranks),
-        within=_build_wait(rank, operation, group_ranks, end, now),
+        arguments=_list_arguments(job, rank, operation),
+        within=_build_wait(job, rank, operation, end),
         flow=_get_flow(rank, operation),
     )
 
 
-def _get_category(operation: Operation) -> str:
-    if operation.is_message:
-        return "message"
-    return "joining" if operation.kind == "join" else "collective"
-
-
-def _build_wait(
-    rank: Rank, operation: Operation, group_ranks: GroupRanks, end: int | None, now: int
-) -> tuple[Slice, ...]:
+def _build_wait(job: Job, rank: Rank, operation: Operation, end: int | None) -> tuple[Slice, ...]:
     still = not operation.end and operation.waiting_for >= 0
-    begin, until = get_wait_interval(operation, end or now)
+    begin, until = get_wait_interval(operation, end or job.now)
     if not still and until <= begin:
         return ()
-    peer = get_global_rank(rank, operation, operation.waiting_for, group_ranks)
+    peer = job.find_rank(rank, operation, operation.waiting_for)
     name = f"waiting for rank {peer}" if peer >= 0 else "waiting"
     return (Slice(name, _WAITING, begin, end if still else until, {}),)
 
 
-def _list_arguments(rank: Rank, operation: Operation, group_ranks: GroupRanks) -> dict[str, _Value]:
-    partner = "peer" if operation.is_message else "root"
+def _list_arguments(job: Job, rank: Rank, operation: Operation) -> dict[str, _Value]:
+    peer = job.find_rank(rank, operation, operation.peer)
     found: dict[str, _Value] = {
         "operation": operation.number,
         "group": _get_group_name(rank, operation),
@@ -456,9 +412,7 @@ def _list_arguments(rank: Rank, operation: Operation, group_ranks: GroupRanks) -
         "dtype": escape(operation.dtype, 40),
         "elements": operation.count if operation.dtype else "",
         "op": escape(operation.op, 40),
-        partner: get_global_rank(rank, operation, operation.peer, group_ranks)
-        if operation.peer >= 0
-        else "",
+        "peer" if operation.is_message else "root": peer if operation.peer >= 0 else "",
         "call site": escape(operation.site),
         "outcome": escape(operation.outcome, 40) if operation.end else "under way",
         "waited ns": operation.waited,
@@ -472,7 +426,7 @@ def _fit_value(value: _Value) -> _Value:
 
 def _get_flow(rank: Rank, operation: Operation) -> int:
     """Return an id for a collective that is equal on all of its ranks; 0 for a message."""
-    group = get_group(rank, operation)
+    group = rank.get_group(operation)
     if group is None or operation.is_message or operation.sequence <= 0:
         return 0
     return (group.identity * 0x9E3779B97F4A7C15 + operation.sequence) % 2**64
@@ -481,11 +435,8 @@ def _get_flow(rank: Rank, operation: Operation) -> int:
 def _build_counters(rank: Rank, limit: int) -> tuple[Counter, ...]:
     reports = [report for report in rank.reports if 0 < report.time <= limit]
     steps = [(report.time, float(report.step)) for report in reports if report.step >= 0]
-    losses = [
-        (report.time, report.loss)
-        for report in reports
-        if report.loss is not None and math.isfinite(report.loss)
-    ]
+    losses = [(report.time, report.loss) for report in reports if report.loss is not None]
+    losses = [(time, loss) for time, loss in losses if math.isfinite(loss)]
     found = (Counter("step", steps), Counter("loss", losses))
     return tuple(counter for counter in found if counter.values)
 
@@ -494,19 +445,12 @@ def _list_instants(rank: Rank, status: ExitStatus) -> Iterator[Instant]:
     yield Instant(
         "flight recorder opened", rank.opened, {"pid": rank.pid, "host": escape(rank.host)}
     )
-    if is_inactive(status):
+    if status.is_inactive:
+        labels = {
+            "completed": "ended",
+            "launcher": "stopped by its launcher",
+            "vanished": "disappeared",
+        }
+        time = status.time or get_last_record_time(rank)
         arguments: dict[str, _Value] = {"pid": rank.pid, "exception": escape(rank.exception, 1000)}
-        yield Instant(_describe_exit(status), status.time or get_last_record_time(rank), arguments)
-
-
-def _describe_exit(status: ExitStatus) -> str:
-    if status.reason == "killed" and status.code is not None:
-        return f"killed by {signal_name(-status.code)}"
-    if status.reason == "exited":
-        return f"exited with code {status.code}"
-    labels = {
-        "completed": "ended",
-        "launcher": "stopped by its launcher",
-        "vanished": "disappeared",
-    }
-    return labels.get(status.reason, status.reason)
+        yield Instant(status.describe(labels), time, arguments)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from phalanx import _native
+from phalanx._native import LeaseSegment, LeaseSegmentView
 from phalanx.errors import PhalanxError
 from phalanx.rpc.message import DTYPES, TensorDescriptor, TensorLocation
 
@@ -84,14 +84,14 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _write(segment: _native.LeaseSegment, block: int, lease: int, tensor: Tensor) -> None:
+def _write(segment: LeaseSegment, block: int, lease: int, tensor: Tensor) -> None:
     """Copy a tensor to a leased block, and publish it."""
     size = tensor.numel() * tensor.element_size()
     if _is_plain(tensor):
         segment.write(block, lease, tensor.data_ptr(), size)
         return
     with torch.no_grad():
-        data = torch.from_dlpack(segment.view(block))[:size].view(tensor.dtype)
+        data = torch.utils.dlpack.from_dlpack(segment.view(block))[:size].view(tensor.dtype)
         data.view(tensor.shape).copy_(tensor)
     segment.finish(block, lease, "leased")
 
@@ -104,9 +104,9 @@ class DeferredCopies:
     """
 
     def __init__(self) -> None:
-        self._pending: list[tuple[_native.LeaseSegment, int, int, Tensor]] = []
+        self._pending: list[tuple[LeaseSegment, int, int, Tensor]] = []
 
-    def add(self, segment: _native.LeaseSegment, block: int, lease: int, tensor: Tensor) -> None:
+    def add(self, segment: LeaseSegment, block: int, lease: int, tensor: Tensor) -> None:
         """Add a copy to make later."""
         self._pending.append((segment, block, lease, tensor))
 
@@ -142,7 +142,7 @@ class ShmSender:
         self.nonce = secrets.randbits(64)
         self._lock = threading.Lock()
         self._numbers = 0
-        self._segments: dict[int, list[_native.LeaseSegment]] = {}
+        self._segments: dict[int, list[LeaseSegment]] = {}
         self._probe = self._new(_MIN_BLOCK)
 
     @property
@@ -218,10 +218,10 @@ class ShmSender:
                 segment.close_descriptor()
             self._segments.clear()
 
-    def _all(self) -> list[_native.LeaseSegment]:
+    def _all(self) -> list[LeaseSegment]:
         return [segment for same in self._segments.values() for segment in same]
 
-    def _lease(self, size: int, peer: int) -> tuple[_native.LeaseSegment, int, int]:
+    def _lease(self, size: int, peer: int) -> tuple[LeaseSegment, int, int]:
         block_size = max(_MIN_BLOCK, 1 << (size - 1).bit_length())
         for segment in self._segments.get(block_size, ()):
             if (leased := segment.lease(peer)) is not None:
@@ -230,9 +230,9 @@ class ShmSender:
         self._new(block_size)
         return self._lease(size, peer)
 
-    def _new(self, block_size: int) -> _native.LeaseSegment:
+    def _new(self, block_size: int) -> LeaseSegment:
         count = max(1, min(_native.MAX_BLOCKS, _SEGMENT // block_size))
-        segment = _native.LeaseSegment.create(self._numbers, block_size, count, self.nonce)
+        segment = LeaseSegment.create(self._numbers, block_size, count, self.nonce)
         self._numbers += 1
         self._segments.setdefault(block_size, []).append(segment)
         return segment
@@ -252,7 +252,7 @@ class ShmReceiver:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._segments: OrderedDict[tuple[int, int], _native.LeaseSegmentView] = OrderedDict()
+        self._segments: OrderedDict[tuple[int, int], LeaseSegmentView] = OrderedDict()
 
     def map_tensor(
         self,
@@ -307,7 +307,7 @@ class ShmReceiver:
 
     def _segment(
         self, descriptor: TensorDescriptor, source: int, pid: int, nonce: int
-    ) -> _native.LeaseSegmentView:
+    ) -> LeaseSegmentView:
         key = source, descriptor.segment
         with self._lock:
             if (segment := self._segments.get(key)) is not None:
@@ -324,10 +324,10 @@ class ShmReceiver:
             return segment
 
 
-def _open(pid: int, fd: int, nonce: int) -> _native.LeaseSegmentView:
+def _open(pid: int, fd: int, nonce: int) -> LeaseSegmentView:
     """Map the segment of another worker."""
     try:
-        return _native.LeaseSegmentView.open(pid, fd, nonce)
+        return LeaseSegmentView.open(pid, fd, nonce)
     except OSError as error:
         if error.errno == errno.EPROTO:
             raise SegmentUnavailable("it belongs to another process") from None

@@ -1,29 +1,94 @@
 """Root-cause analysis: from a job to a diagnosis, its description and suggested fixes.
 
-`wait_for_graph` reconstructs the state of all ranks at the moment that explains the failure,
-including the wait-for graph; `exit_reasons` determines how each rank ended. `diagnosis` defines the
-result, and the class `Rule`, which detects, describes and remedies one kind of it. `rules` tries
-the rules in order, causes before their consequences. They are grouped by topic: `lost_ranks`,
-`blocked_ranks`, `deadlocks`, `mismatches`, `messages` and `pending_calls` (remote calls).
+`phalanx.observe.wait_for_graph` reconstructs the state of all ranks at the moment that explains the
+failure, and `exit_reasons` determines how each rank ended. Each kind of diagnosis is a subclass of
+`Diagnosis` that detects, describes and remedies it. They are grouped by topic: `lost_ranks`,
+`blocked_ranks`, `deadlocks`, `mismatches`, `pending_calls` (remote calls) and `job_state`.
 `formatting` formats ranks, operations and times, and escapes text from the job.
+
+The kinds are tried in the order of `_DETECTORS`, causes before their consequences: first the
+earliest failed operation, if any, then ranks that ended by themselves, and then the wait-for graph.
+To add a kind, add a class to the module of its topic, and its detection to this order.
 """
 
-from phalanx.observe.diagnosis.diagnosis import Diagnosis, Kind, Side
-from phalanx.observe.diagnosis.rules import (
-    diagnose,
-    diagnose_graph,
-    suggest_fixes,
-    write_sentences,
-)
-from phalanx.observe.diagnosis.wait_for_graph import WaitForGraph
+from __future__ import annotations
 
-__all__ = [
-    "Diagnosis",
-    "Kind",
-    "Side",
-    "WaitForGraph",
-    "diagnose",
-    "diagnose_graph",
-    "suggest_fixes",
-    "write_sentences",
-]
+from typing import TYPE_CHECKING
+
+from phalanx.observe.diagnosis import deadlocks, lost_ranks
+from phalanx.observe.diagnosis.blocked_ranks import (
+    BusyRank,
+    LateRank,
+    MissingRank,
+    RankOnOtherHost,
+    StoppedRank,
+    StuckRank,
+    UnreadableRecorder,
+)
+from phalanx.observe.diagnosis.diagnosis import KINDS, Diagnosis, Side, UnknownCause
+from phalanx.observe.diagnosis.job_state import (
+    EndedJob,
+    InterruptedRank,
+    RefusedResource,
+    RunningJob,
+    StoppedByLauncher,
+)
+from phalanx.observe.diagnosis.mismatches import (
+    MismatchedOperation,
+    UnawaitedMessage,
+    UnsentMessage,
+)
+from phalanx.observe.diagnosis.pending_calls import UnansweredCall
+from phalanx.observe.wait_for_graph import WaitForGraph
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx.observe.model import Job
+
+__all__ = ["KINDS", "Diagnosis", "Side", "diagnose"]
+
+
+def diagnose(job: Job) -> Diagnosis:
+    """Determine what blocks a job or what ended it; never raises, whatever the job contains."""
+    graph = WaitForGraph(job)
+    for detect in _DETECTORS:
+        if (diagnosis := detect(graph)) is not None:
+            return diagnosis
+    return UnknownCause(graph, reason="the flight recorders do not show it")
+
+
+_DETECTORS: tuple[Callable[[WaitForGraph], Diagnosis | None], ...] = (
+    UnknownCause.detect_without_records,
+    MismatchedOperation.detect,
+    UnawaitedMessage.detect,
+    lost_ranks.AbortedGroup.detect,
+    lost_ranks.check_unformed_group,
+    RefusedResource.detect,
+    lost_ranks.check_peer_loss,
+    lost_ranks.check_signal_handler,
+    lost_ranks.check_exit,
+    # Ranks that block others, from the most to the least certain cause.
+    lost_ranks.check_blocking_ranks,
+    StoppedRank.detect_blocking,
+    MissingRank.detect,
+    deadlocks.check_cycle,
+    UnsentMessage.detect,
+    RankOnOtherHost.detect,
+    UnreadableRecorder.detect,
+    LateRank.detect,
+    BusyRank.detect,
+    StuckRank.detect,
+    UnknownCause.detect_long_wait,
+    deadlocks.GroupOrder.detect,
+    StoppedRank.detect,
+    UnansweredCall.detect,
+    InterruptedRank.detect,
+    lost_ranks.check_any_exit,
+    UnknownCause.detect_failed_operation,
+    StoppedByLauncher.detect,
+    lost_ranks.check_unexplained_exit,
+    EndedJob.detect,
+    RunningJob.detect,
+)
+"""The detection of causes, in the order in which they are tried."""

@@ -1,11 +1,10 @@
-"""The diagnosis of a job: its evidence, the kinds of diagnoses, and the phrases that word them."""
+"""The base class of all kinds of diagnoses, with the phrases that their sentences share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
 
-from phalanx.observe.diagnosis.exit_reasons import get_clock_offset
 from phalanx.observe.diagnosis.formatting import (
     format_call_site,
     format_duration,
@@ -13,58 +12,26 @@ from phalanx.observe.diagnosis.formatting import (
     format_operation,
     format_ranks,
     format_time,
-    get_last_step,
     join_texts,
 )
-from phalanx.observe.model import get_group
+from phalanx.observe.escape import escape
+from phalanx.observe.exit_reasons import get_clock_offset
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from phalanx.observe.diagnosis.exit_reasons import ExitStatus
-    from phalanx.observe.diagnosis.wait_for_graph import WaitForGraph
+    from phalanx.observe.exit_reasons import ExitStatus
     from phalanx.observe.model import Group, Operation
+    from phalanx.observe.wait_for_graph import WaitForGraph
 
 __all__ = [
     "CHECK_BRANCHES",
+    "KINDS",
     "Diagnosis",
-    "Kind",
-    "Phrases",
-    "Rule",
     "Side",
-    "build_diagnosis",
+    "UnknownCause",
     "build_sides",
     "suggest_stack_dump",
-]
-
-Kind = Literal[
-    "killed",  # a rank was killed by a signal
-    "exited",  # a rank ended with an exit code of its own
-    "failed",  # a rank ended by an exception
-    "vanished",  # a rank's process is gone for an unknown reason
-    "stopped",  # a rank is stopped by a signal, and could be continued
-    "busy",  # a rank is in its own code while others wait for it
-    "late",  # a rank arrived after the deadline of another
-    "stuck",  # a rank is in an operation and waits for no other rank
-    "branch",  # ranks called operations that do not match
-    "message",  # a message does not match its recv
-    "finished",  # a rank ended or left while others needed it
-    "unsent",  # a rank waits for a message that is never sent
-    "unreceived",  # a rank waits for its message to be received
-    "unawaited",  # a rank ended or left before its own message was complete
-    "unanswered",  # an RPC worker has not answered the call of another worker
-    "missing",  # a rank did not join a new group
-    "order",  # ranks use groups in different orders
-    "deadlock",  # ranks wait for each other
-    "aborted",  # a rank aborted the group
-    "interrupted",  # a rank was interrupted (Ctrl-C)
-    "system",  # the system refused memory or another resource
-    "other_host",  # absent ranks are on another host, as are their flight recorders
-    "unreadable",  # a rank is absent, and its flight recorder is unreadable
-    "launcher",  # the launcher stopped healthy ranks
-    "running",  # no failure so far
-    "ended",  # ended without a failure
-    "unknown",  # the cause cannot be determined
 ]
 
 _MAX_SIDES = 4
@@ -76,6 +43,9 @@ CHECK_BRANCHES = (
     "collectives of a group in the same order, with the same dtype, size, root and operator."
 )
 """A suggested fix for ranks that call different operations."""
+
+KINDS: dict[str, type[Diagnosis]] = {}
+"""The class of each kind of diagnosis, by its name."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +65,14 @@ class Side:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The ranks at fault, and the evidence against them.
+    """The cause of a hang or a failure: the ranks at fault, and the evidence against them.
+
+    Each kind is a subclass. It describes the cause, suggests fixes, and has a method `detect`,
+    which returns a diagnosis or None. Some kinds are found by functions that choose among several.
+    `phalanx.observe.diagnosis` lists both in the order in which they are tried.
 
     Attributes:
-        kind: The kind of failure.
+        graph: The state of the job that the diagnosis explains.
         ranks: The numbers of the ranks at fault. For `branch`, `order` and `deadlock`: the ranks in
             the minority, or all ranks concerned if there is no minority. For `unsent`: the waiting
             ranks.
@@ -112,9 +86,12 @@ class Diagnosis:
         instead: A message that was sent in place of the awaited one.
         reason: Text from the job: the exception, the reason for an abort, or why the cause is
             unknown.
+        kind: The name of the kind.
+        fixes: The suggested fixes if they are always the same: concrete steps, the most likely
+            first.
     """
 
-    kind: Kind
+    graph: WaitForGraph = field(repr=False, compare=False)
     ranks: tuple[int, ...] = ()
     since: int = 0
     sides: tuple[Side, ...] = ()
@@ -123,48 +100,89 @@ class Diagnosis:
     instead: Operation | None = None
     reason: str = ""
 
-
-class Rule:
-    """A kind of diagnosis: its detection, its description and the suggested fixes.
-
-    Most rules have a static method `detect`, which returns a diagnosis, or None. The other kinds
-    are found by functions that choose among several kinds. `rules` lists both in the order in which
-    they are tried.
-
-    Attributes:
-        kind: The kind of the diagnosis.
-        fixes: The suggested fixes if they are always the same: concrete steps, the most likely
-            first.
-    """
-
-    kind: ClassVar[Kind]
+    kind: ClassVar[str]
     fixes: ClassVar[tuple[str, ...]] = ()
 
-    def describe(self, phrases: Phrases) -> list[str]:
+    def __init_subclass__(cls) -> None:
+        if "kind" in vars(cls):
+            KINDS[cls.kind] = cls
+
+    @classmethod
+    def of_ranks(
+        cls, graph: WaitForGraph, numbers: Sequence[int], since: int, reason: str = ""
+    ) -> Diagnosis:
+        """Return the diagnosis of ranks at fault, with the ranks that wait for them."""
+        return cls(
+            graph,
+            tuple(numbers),
+            since,
+            build_sides(graph, numbers),
+            build_sides(graph, graph.find_waiters(numbers)),
+            graph.exits[numbers[0]],
+            reason=reason,
+        )
+
+    def describe(self) -> list[str]:
         """Put the diagnosis into sentences, the ranks at fault first; escape text from the job."""
+        return [*self.describe_cause(), *self.describe_waiting_ranks()]
+
+    def describe_cause(self) -> list[str]:
+        """Return the sentences about the cause, without those about the waiting ranks."""
         raise NotImplementedError
 
-    def suggest_fixes(self, phrases: Phrases) -> list[str]:  # noqa: ARG002
+    def suggest_fixes(self) -> list[str]:
         """Return the suggested fixes; empty if nothing is wrong."""
         return list(self.fixes)
 
-
-class Phrases:
-    """Phrases about the graph and the diagnosis of a job, shared by the sentences of all kinds."""
-
-    def __init__(self, graph: WaitForGraph, diagnosis: Diagnosis) -> None:
-        self.graph = graph
-        self.diagnosis = diagnosis
-        self.is_live = graph.is_live
-
-    def choose_tense(self, present: str, past: str) -> str:
-        """Choose the tense of a verb: `present` if the graph's moment is now, else `past`."""
-        return present if self.is_live else past
+    # Phrases about the ranks at fault.
 
     @property
     def subject(self) -> str:
         """The ranks at fault, capitalized: "Rank 5 (pid 812)", "Ranks 0-3, 7"."""
-        return self.describe_ranks(self.diagnosis.ranks).capitalize()
+        return self.describe_ranks(self.ranks).capitalize()
+
+    @property
+    def is_single(self) -> bool:
+        """Return whether one rank is at fault."""
+        return len(self.ranks) == 1
+
+    def choose_verb(self, one: str, many: str, past: str) -> str:
+        """Choose the form of a verb for the ranks at fault; `past` unless the moment is now."""
+        return (one if self.is_single else many) if self.graph.is_live else past
+
+    def conjugate_be(self, ranks: Sequence[int]) -> str:
+        """Return the form of "to be" that fits ranks, and the moment."""
+        one, many = ("is", "are") if self.graph.is_live else ("was", "were")
+        return one if len(ranks) == 1 else many
+
+    @property
+    def possessive(self) -> str:
+        """The pronoun for a thing of the ranks at fault: "its" or "their"."""
+        return "its" if self.is_single else "their"
+
+    def escape_reason(self, limit: int) -> str:
+        """Return `reason` for a terminal, with at most `limit` characters."""
+        return escape(self.reason, limit)
+
+    def describe_waiting_ranks(self) -> list[str]:
+        """Return a sentence about the ranks that wait for those at fault; empty if none do."""
+        sides = self.waiting
+        if not sides:
+            return []
+        at_fault = format_ranks(self.ranks) if self.ranks else "it"
+        begun = [side.operation.begin for side in sides if side.operation is not None]
+        since = self.describe_duration(min(begun, default=0))
+        number = "has" if len(sides) == len(sides[0].ranks) == 1 else "have"
+        verb = f"{number} waited" if self.graph.is_live else "waited"
+        if len(sides) == 1:
+            waiting = format_ranks(sides[0].ranks).capitalize()
+            return [f"{waiting} {verb} for {at_fault} {self.describe_position(sides[0])}{since}."]
+        shown = self.locate_sides(sides[:_MAX_SIDES])
+        if more := sum(len(side.ranks) for side in sides[_MAX_SIDES:]):
+            shown.append(f"{more} more in other operations")
+        return [f"Other ranks {verb} for {at_fault}{since}: {join_texts(shown)}."]
+
+    # Phrases about any ranks.
 
     def describe_ranks(self, ranks: Sequence[int]) -> str:
         """Format ranks, with the pid if there is only one: "rank 5 (pid 812)"."""
@@ -173,25 +191,13 @@ class Phrases:
         pid = self.graph.ranks[ranks[0]].pid
         return f"{format_ranks(ranks)} (pid {pid})" if pid else format_ranks(ranks)
 
-    def conjugate_be(self, ranks: Sequence[int] | None = None) -> str:
-        """Return the form of "to be" that fits the ranks; default: the ranks at fault."""
-        return self.choose_tense(
-            self.choose_number("is", "are", ranks), self.choose_number("was", "were", ranks)
-        )
-
-    def choose_number(self, one: str, many: str, ranks: Sequence[int] | None = None) -> str:
-        """Choose singular or plural for the number of ranks; default: the ranks at fault."""
-        return one if len(self.diagnosis.ranks if ranks is None else ranks) == 1 else many
-
     def describe_time(self, time: int) -> str:
         """Format a time: " at 14:03:22", plus " (34 s ago)" while the job runs; "" if unknown."""
         clock = get_clock_offset(self.graph.job)
         if not time or not clock:
             return ""
-        ago, alive = self.graph.job.now - time, self.graph.is_running
-        return f" at {format_time(time + clock)}" + (
-            f" ({format_duration(ago)} ago)" if alive else ""
-        )
+        ago = f" ({format_duration(self.graph.job.now - time)} ago)"
+        return f" at {format_time(time + clock)}" + (ago if self.graph.is_running else "")
 
     def describe_duration(self, time: int) -> str:
         """Format the time up to the graph's moment: " for 34 s (since 14:03:22)", or ""."""
@@ -218,56 +224,74 @@ class Phrases:
             return f"in {'its' if len(side.ranks) == 1 else 'their'} own code"
         return f"{_get_preposition(side.operation)}{self.describe_call(side)}"
 
-    def describe_sides(self, sides: Iterable[Side]) -> list[str]:
-        """Describe the locations of sides: "rank 3 is in barrier #3 at a.py:7"."""
+    def locate_sides(self, sides: Iterable[Side], *, with_verb: bool = False) -> list[str]:
+        """Describe the locations of sides: "rank 3 [is] in barrier #3 at a.py:7"."""
         return [
-            f"{format_ranks(side.ranks)} {self.conjugate_be(side.ranks)} "
+            f"{format_ranks(side.ranks)} "
+            f"{f'{self.conjugate_be(side.ranks)} ' if with_verb else ''}"
             f"{self.describe_position(side)}"
             for side in sides
         ]
 
     def describe_location(self, rank: int) -> str:
         """Describe the location of a rank: ', in barrier #3 at a.py:7, step 17, "evaluating"'."""
+        record = self.graph.ranks[rank]
         operation, before = self.graph.current_operation(rank), self.graph.previous_operation(rank)
         text = ", in its own code"
         if operation is not None:
             text = f", {_get_preposition(operation)}{self.describe_operation(rank, operation)}"
         elif before is not None:
             text = f", in its own code after {self.describe_operation(rank, before)}"
-        elif not self.graph.ranks[rank].opened:
+        elif not record.opened:
             text = ", before it joined any group"
-        step = self.get_step(rank)
-        text += f", step {step}" if step is not None else ""
-        note = format_last_note(self.graph.ranks[rank])
+        text += f", step {record.last_step}" if record.last_step is not None else ""
+        note = format_last_note(record)
         return text + (f", {note}" if note else "")
 
-    def get_step(self, rank: int) -> int | None:
-        """Return the last step that a rank reported; None if there is none."""
-        return get_last_step(self.graph.ranks[rank])
+    def describe_single_location(self) -> str:
+        """Describe the location of the rank at fault; empty if there are several."""
+        return self.describe_location(self.ranks[0]) if self.is_single else ""
 
-    def describe_waiting_ranks(self) -> list[str]:
-        """Return a sentence about the ranks that wait for those at fault; empty if none do."""
-        sides = self.diagnosis.waiting
-        if not sides:
-            return []
-        at_fault = format_ranks(self.diagnosis.ranks) if self.diagnosis.ranks else "it"
-        begun = [side.operation.begin for side in sides if side.operation is not None]
-        since = self.describe_duration(min(begun, default=0))
-        if len(sides) == 1:
-            (side,) = sides
-            verb = self.choose_tense(
-                "has waited" if len(side.ranks) == 1 else "have waited", "waited"
-            )
-            waiting = format_ranks(side.ranks).capitalize()
-            return [f"{waiting} {verb} for {at_fault} {self.describe_position(side)}{since}."]
-        shown = [
-            f"{format_ranks(side.ranks)} {self.describe_position(side)}"
-            for side in sides[:_MAX_SIDES]
-        ]
-        if more := sum(len(side.ranks) for side in sides[_MAX_SIDES:]):
-            shown.append(f"{more} more in other operations")
-        verb = self.choose_tense("have waited", "waited")
-        return [f"Other ranks {verb} for {at_fault}{since}: {join_texts(shown)}."]
+
+class UnknownCause(Diagnosis):
+    """The cause cannot be determined."""
+
+    kind = "unknown"
+    fixes = (
+        "`phalanx jobs` lists all jobs.",
+        "Look at the output of the ranks.",
+    )
+
+    def describe_cause(self) -> list[str]:
+        return [f"The cause is unknown: {self.escape_reason(400)}."]
+
+    @classmethod
+    def detect_without_records(cls, graph: WaitForGraph) -> Diagnosis | None:
+        """Return a diagnosis if no rank left a record."""
+        ranks = graph.job.ranks
+        if any(rank.opened or rank.start is not None for rank in ranks):
+            return None
+        problems = [f"rank {rank.rank}: {rank.problem}" for rank in ranks if rank.problem]
+        problems += graph.job.problems
+        return cls(graph, reason="; ".join(problems) or "no rank has left a flight recorder")
+
+    @classmethod
+    def detect_long_wait(cls, graph: WaitForGraph) -> Diagnosis | None:
+        """Return a diagnosis if ranks wait for no known rank."""
+        if not graph.unexplained_waiters:
+            return None
+        reason = "ranks wait, but their flight recorders do not show for which ranks"
+        return cls(graph, waiting=build_sides(graph, graph.unexplained_waiters), reason=reason)
+
+    @classmethod
+    def detect_failed_operation(cls, graph: WaitForGraph) -> Diagnosis | None:
+        """Return a diagnosis if an operation failed for an unknown reason."""
+        failure = graph.first_failure
+        if failure is None:
+            return None
+        waiting = build_sides(graph, [failure.rank.rank])
+        reason = graph.find_exception() or f"an operation ended with {failure.outcome}"
+        return cls(graph, (), graph.moment, waiting=waiting, reason=reason)
 
 
 def suggest_stack_dump(graph: WaitForGraph, ranks: Sequence[int]) -> str:
@@ -284,43 +308,24 @@ def _get_preposition(operation: Operation) -> str:
     return "" if operation.kind == "join" else "in "
 
 
-def build_diagnosis(
-    graph: WaitForGraph, kind: Kind, numbers: Sequence[int], since: int, reason: str = ""
-) -> Diagnosis:
-    """Build a diagnosis of ranks at fault, with the ranks that wait for them."""
-    return Diagnosis(
-        kind,
-        tuple(numbers),
-        since,
-        build_sides(graph, numbers),
-        build_sides(graph, graph.find_waiters(numbers)),
-        exit_status=graph.exits[numbers[0]],
-        reason=reason,
-    )
-
-
 def build_sides(graph: WaitForGraph, numbers: Iterable[int]) -> tuple[Side, ...]:
     """Group ranks by the point of the program that they were at; the smallest side first."""
     places: dict[object, list[int]] = {}
     for number in numbers:
         places.setdefault(_identify_operation(graph, number), []).append(number)
-    ordered = sorted(places.values(), key=lambda ranks: (len(ranks), ranks))
-    return tuple(_build_side(graph, ranks) for ranks in ordered)
-
-
-def _build_side(graph: WaitForGraph, ranks: list[int]) -> Side:
-    first = ranks[0]
-    operation = graph.current_operation(first)
-    group = None if operation is None else get_group(graph.ranks[first], operation)
-    return Side(tuple(ranks), operation, group)
+    sides = []
+    for ranks in sorted(places.values(), key=lambda ranks: (len(ranks), ranks)):
+        operation = graph.current_operation(ranks[0])
+        group = None if operation is None else graph.ranks[ranks[0]].get_group(operation)
+        sides.append(Side(tuple(ranks), operation, group))
+    return tuple(sides)
 
 
 def _identify_operation(graph: WaitForGraph, number: int) -> object:
     operation = graph.current_operation(number)
     if operation is None:
         return None
-    group = get_group(graph.ranks[number], operation)
-    peer = graph.get_global_rank(group, operation.peer) if operation.is_message else operation.peer
+    group = graph.ranks[number].get_group(operation)
     return (
         group and group.identity,
         operation.kind,
@@ -328,6 +333,6 @@ def _identify_operation(graph: WaitForGraph, number: int) -> object:
         operation.dtype,
         operation.count,
         operation.op,
-        peer,
+        graph.get_global_rank(group, operation.peer) if operation.is_message else operation.peer,
         operation.site,
     )

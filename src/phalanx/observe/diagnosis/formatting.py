@@ -7,13 +7,12 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from phalanx.observe.escape import escape
-from phalanx.observe.model import get_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from phalanx.observe.diagnosis.wait_for_graph import WaitForGraph
     from phalanx.observe.model import Group, Job, Operation, Rank
+    from phalanx.observe.wait_for_graph import WaitForGraph
 
 __all__ = [
     "collapse_numbers",
@@ -25,7 +24,6 @@ __all__ = [
     "format_operation",
     "format_ranks",
     "format_time",
-    "get_last_step",
     "join_texts",
 ]
 
@@ -94,11 +92,6 @@ def format_time(nanoseconds: int) -> str:
         return "?"
 
 
-def get_last_step(rank: Rank) -> int | None:
-    """Return the last step that a rank reported; None if there is none."""
-    return next((report.step for report in reversed(rank.reports) if report.step >= 0), None)
-
-
 def format_last_note(rank: Rank) -> str:
     """Return the last note of a rank in quotes; empty if there is none."""
     return f'"{escape(rank.note, 60)}"' if rank.note else ""
@@ -118,7 +111,7 @@ def format_operation(graph: WaitForGraph, rank: int, operation: Operation) -> st
         parts.append(f"{escape(operation.dtype, 20)}[{operation.count}]")
     if operation.op:
         parts.append(escape(operation.op, 20))
-    group = get_group(graph.ranks[rank], operation)
+    group = graph.ranks[rank].get_group(operation)
     other = graph.get_global_rank(group, operation.peer)
     if operation.is_message:
         parts.append(_format_peer(operation, other))
@@ -139,7 +132,7 @@ def _format_kind(operation: Operation) -> str:
 
 def format_for_column(graph: WaitForGraph, rank: int, operation: Operation) -> str:
     """Describe an operation for the table: 'all_reduce #41 in group "pair"', "recv from rank 3"."""
-    group = get_group(graph.ranks[rank], operation)
+    group = graph.ranks[rank].get_group(operation)
     text = _format_kind(operation)
     if operation.is_message:
         text += f" {_format_peer(operation, graph.get_global_rank(group, operation.peer))}"
@@ -155,15 +148,11 @@ def _format_peer(operation: Operation, other: int | None) -> str:
 
 
 def _format_group(graph: WaitForGraph, rank: int, group: Group | None) -> str:
-    if group is None or not _needs_group_name(graph, rank, group.size):
-        return ""
-    return f' in group "{escape(group.name, 40)}"'
+    """Return the name of a group if it is ambiguous without it, else "".
 
-
-def _needs_group_name(graph: WaitForGraph, rank: int, size: int) -> bool:
-    """Return whether a group is ambiguous without its name.
-
-    True for a group of some ranks only, and if another group of the rank has the same size.
+    A group is ambiguous if it has some ranks only, or if another group of the rank has its size.
     """
     sizes = [group.size for group in graph.ranks[rank].groups]
-    return size != len(graph.ranks) or sizes.count(size) > 1
+    if group is None or (group.size == len(graph.ranks) and sizes.count(group.size) == 1):
+        return ""
+    return f' in group "{escape(group.name, 40)}"'

@@ -7,54 +7,36 @@ import re
 import signal
 from typing import TYPE_CHECKING
 
-from phalanx.observe.diagnosis.diagnosis import Diagnosis, Rule, build_diagnosis, build_sides
-from phalanx.observe.diagnosis.exit_reasons import (
+from phalanx.observe.diagnosis.diagnosis import KINDS, Diagnosis, build_sides
+from phalanx.observe.diagnosis.formatting import format_ranks, join_texts
+from phalanx.observe.diagnosis.mismatches import UnsentMessage
+from phalanx.observe.exception_hook import SESSION_ENDED
+from phalanx.observe.exit_reasons import (
     get_last_record_time,
     get_phalanx_error,
     parse_phalanx_error,
 )
-from phalanx.observe.diagnosis.formatting import format_ranks, join_texts
-from phalanx.observe.diagnosis.messages import diagnose_unsent_message
-from phalanx.observe.diagnosis.wait_for_graph import RANK_EXIT_PREFIXES
-from phalanx.observe.escape import escape
-from phalanx.observe.exception_hook import SESSION_ENDED
-from phalanx.observe.model import get_group
+from phalanx.observe.wait_for_graph import RANK_EXIT_PREFIXES
 from phalanx.system.signals import signal_name
 
 if TYPE_CHECKING:
-    from phalanx.observe.diagnosis.diagnosis import Kind, Phrases
-    from phalanx.observe.diagnosis.wait_for_graph import FailedOperation, WaitForGraph
     from phalanx.observe.model import Group
+    from phalanx.observe.wait_for_graph import WaitForGraph
 
 __all__ = [
     "AbortedGroup",
-    "ExitedRank",
-    "FailedRank",
-    "InterruptedRank",
-    "KilledRank",
-    "StoppedByLauncher",
-    "VanishedRank",
     "check_any_exit",
+    "check_blocking_ranks",
     "check_exit",
     "check_peer_loss",
     "check_signal_handler",
     "check_unexplained_exit",
     "check_unformed_group",
-    "diagnose_lost_ranks",
 ]
 
 _ABORTED_BY = re.compile(r"\baborted by rank (\d{1,5})\b")
 
-_INTERRUPTED = re.compile(r"\brank (\d{1,5}) was interrupted\b")
-
 _STORE_LOST = re.compile(r"\bDist(?:Network|Store)Error\b")
-
-_KINDS: dict[str, Kind] = {
-    "failed": "failed",
-    "killed": "killed",
-    "exited": "exited",
-    "vanished": "vanished",
-}
 
 _MEMORY = "Use less memory: a smaller batch, fewer ranks, fewer DataLoader workers."
 
@@ -89,25 +71,32 @@ _KNOWN_ERRORS: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = (
 )
 
 
-class KilledRank(Rule):
+class _LostRank(Diagnosis):
+    """A rank has ended by itself."""
+
+    @property
+    def code(self) -> int | None:
+        """The exit code of the (first) rank at fault; None if unknown."""
+        return self.exit_status.code if self.exit_status is not None else None
+
+    def describe_end(self) -> str:
+        """Describe when and where the rank at fault ended."""
+        time = self.describe_time(self.exit_status.time if self.exit_status is not None else 0)
+        return f"{time}{self.describe_single_location()}"
+
+
+class KilledRank(_LostRank):
     """A rank was killed by a signal."""
 
     kind = "killed"
 
-    def describe(self, phrases: Phrases) -> list[str]:
-        status = phrases.diagnosis.exit_status
-        code = status.code if status is not None else None
-        name = signal_name(-code) if code is not None else "a signal"
-        verb = "was" if len(phrases.diagnosis.ranks) == 1 else "were"
-        return [
-            f"{phrases.subject} {verb} killed by {name}{_describe_end(phrases)}.",
-            *phrases.describe_waiting_ranks(),
-        ]
+    def describe_cause(self) -> list[str]:
+        name = signal_name(-self.code) if self.code is not None else "a signal"
+        verb = "was" if self.is_single else "were"
+        return [f"{self.subject} {verb} killed by {name}{self.describe_end()}."]
 
-    def suggest_fixes(self, phrases: Phrases) -> list[str]:
-        diagnosis = phrases.diagnosis
-        code = diagnosis.exit_status.code if diagnosis.exit_status is not None else None
-        match -code if code is not None else None:
+    def suggest_fixes(self) -> list[str]:
+        match -self.code if self.code is not None else None:
             case signal.SIGKILL:
                 return [
                     "If nobody sent the signal, the kernel did because memory ran out: look for "
@@ -123,7 +112,7 @@ class KilledRank(Rule):
             case signal.SIGSEGV | signal.SIGBUS | signal.SIGABRT | signal.SIGILL | signal.SIGFPE:
                 return [
                     "It crashed in native code: the Python stack is at the end of the stderr of "
-                    f"{format_ranks(diagnosis.ranks)} (with PYTHONFAULTHANDLER=1, which "
+                    f"{format_ranks(self.ranks)} (with PYTHONFAULTHANDLER=1, which "
                     "`phalanx run` sets).",
                     "For the native stack: `ulimit -c unlimited`, run again, `gdb python core`.",
                 ]
@@ -132,201 +121,96 @@ class KilledRank(Rule):
         ]
 
 
-class ExitedRank(Rule):
+class ExitedRank(_LostRank):
     """A rank ended with an exit code of its own."""
 
     kind = "exited"
     fixes = ("Look at the end of its output, and for `sys.exit` and `os._exit` in its code.",)
 
-    def describe(self, phrases: Phrases) -> list[str]:
-        status = phrases.diagnosis.exit_status
-        code = status.code if status is not None else None
-        return [
-            f"{phrases.subject} ended with exit code {code}{_describe_end(phrases)}.",
-            *phrases.describe_waiting_ranks(),
-        ]
+    def describe_cause(self) -> list[str]:
+        return [f"{self.subject} ended with exit code {self.code}{self.describe_end()}."]
 
 
-class FailedRank(Rule):
+class FailedRank(_LostRank):
     """A rank ended by an exception."""
 
     kind = "failed"
 
-    def describe(self, phrases: Phrases) -> list[str]:
-        error = escape(phrases.diagnosis.reason, 300)
-        return [
-            f"{phrases.subject} failed{_describe_end(phrases)}: {error}",
-            *phrases.describe_waiting_ranks(),
-        ]
+    def describe_cause(self) -> list[str]:
+        return [f"{self.subject} failed{self.describe_end()}: {self.escape_reason(300)}"]
 
-    def suggest_fixes(self, phrases: Phrases) -> list[str]:
-        diagnosis = phrases.diagnosis
-        known = [steps for pattern, steps in _KNOWN_ERRORS if pattern.search(diagnosis.reason)]
+    def suggest_fixes(self) -> list[str]:
+        known = [steps for pattern, steps in _KNOWN_ERRORS if pattern.search(self.reason)]
         return [
-            f"The traceback is in the stderr of {format_ranks(diagnosis.ranks)}; "
+            f"The traceback is in the stderr of {format_ranks(self.ranks)}; "
             "the exceptions of the other ranks follow from it.",
             *(known[0] if known else ()),
         ]
 
 
-class VanishedRank(Rule):
+class VanishedRank(KilledRank):
     """A rank's process is gone for an unknown reason."""
 
     kind = "vanished"
 
-    def describe(self, phrases: Phrases) -> list[str]:
-        if len(phrases.diagnosis.ranks) > 1:
-            first = (
-                f"{phrases.subject} disappeared without recording an exit; "
-                "they were probably killed."
-            )
-            return [first, *_describe_last_places(phrases), *phrases.describe_waiting_ranks()]
-        return [
-            f"{phrases.subject} disappeared without recording an exit{_describe_end(phrases)}: it "
-            "was killed by a signal or called os._exit.",
-            *phrases.describe_waiting_ranks(),
-        ]
+    def describe_cause(self) -> list[str]:
+        text = f"{self.subject} disappeared without recording an exit"
+        if self.is_single:
+            end = "it was killed by a signal or called os._exit."
+            return [f"{text}{self.describe_end()}: {end}"]
+        places = self.locate_sides(self.sides[:4])
+        last = [f"At the end: {join_texts(places)}."] if places else []
+        return [f"{text}; they were probably killed.", *last]
 
-    def suggest_fixes(self, phrases: Phrases) -> list[str]:
+    def suggest_fixes(self) -> list[str]:
         launch = (
             "Start the job with `phalanx run` or `phalanx.launch`, which record how each rank ends."
         )
-        return [
-            *([] if phrases.graph.job.launcher else [launch]),
-            *KilledRank().suggest_fixes(phrases),
-        ]
+        return [*([] if self.graph.job.launcher else [launch]), *super().suggest_fixes()]
 
 
-class AbortedGroup(Rule):
+class AbortedGroup(Diagnosis):
     """A rank aborted the group."""
 
     kind = "aborted"
     fixes = ("Look at the output of the rank that aborted the group.",)
 
-    @staticmethod
-    def detect(graph: WaitForGraph) -> Diagnosis | None:
+    @classmethod
+    def detect(cls, graph: WaitForGraph) -> Diagnosis | None:
+        """Return a diagnosis if the first failure is that a group was aborted."""
         failure = graph.first_failure
         if failure is None or failure.outcome != "aborted":
             return None
-        group = get_group(failure.rank, failure.operation)
-        aborter = _find_aborter(graph, group)
+        aborter = _find_aborter(graph, failure.group)
         if aborter is None:
             waiting = build_sides(graph, sorted(graph.waits))
-            return Diagnosis(
-                "aborted", (), graph.moment, waiting=waiting, reason=graph.find_exception()
-            )
-        abort_reason, rank = _get_abort_reason(graph, aborter, group), graph.ranks[aborter]
+            reason = graph.find_exception()
+            return cls(graph, (), graph.moment, waiting=waiting, reason=reason)
+        reason = _get_abort_reason(graph, aborter, failure.group)
         if (
             graph.exits[aborter].is_own_failure
-            and not get_phalanx_error(rank)
-            and abort_reason.startswith(RANK_EXIT_PREFIXES)
+            and not get_phalanx_error(graph.ranks[aborter])
+            and reason.startswith(RANK_EXIT_PREFIXES)
         ):
-            return diagnose_lost_ranks(graph, [aborter])
-        return _diagnose_abort(graph, aborter, abort_reason)
+            return _diagnose_lost_ranks(graph, [aborter])
+        return cls.by_rank(graph, aborter, reason)
 
-    def describe(self, phrases: Phrases) -> list[str]:
-        diagnosis = phrases.diagnosis
-        reason = escape(diagnosis.reason, 400)
-        if not diagnosis.ranks:
-            text = f"The group was aborted{phrases.describe_time(diagnosis.since)}"
-            return [
-                f"{text}: {reason}" if reason else f"{text}.",
-                *phrases.describe_waiting_ranks(),
-            ]
-        text = (
-            f"{phrases.subject} aborted the group{phrases.describe_time(diagnosis.since)}"
-            f"{phrases.describe_location(diagnosis.ranks[0])}"
-        )
-        return [
-            f'{text}: "{reason}"' if reason else f"{text} without giving a reason.",
-            *phrases.describe_waiting_ranks(),
-        ]
+    @classmethod
+    def by_rank(cls, graph: WaitForGraph, aborter: int, reason: str) -> Diagnosis:
+        """Return the diagnosis of a rank that aborted a group for which all others wait."""
+        sides = build_sides(graph, [aborter])
+        waiting = build_sides(graph, sorted(graph.waits.keys() - {aborter}))
+        return cls(graph, (aborter,), graph.moment, sides, waiting, reason=reason)
+
+    def describe_cause(self) -> list[str]:
+        reason, time = self.escape_reason(400), self.describe_time(self.since)
+        if not self.ranks:
+            return [f"The group was aborted{time}" + (f": {reason}" if reason else ".")]
+        text = f"{self.subject} aborted the group{time}{self.describe_location(self.ranks[0])}"
+        return [f'{text}: "{reason}"' if reason else f"{text} without giving a reason."]
 
 
-class InterruptedRank(Rule):
-    """A rank was interrupted (Ctrl-C)."""
-
-    kind = "interrupted"
-    fixes = ("If you pressed Ctrl-C, nothing.",)
-
-    @staticmethod
-    def detect(graph: WaitForGraph) -> Diagnosis | None:
-        ranks = tuple(
-            number for number, status in graph.exits.items() if status.reason == "interrupted"
-        )
-        if graph.first_failure is not None and graph.first_failure.outcome == "interrupted":
-            ranks = ranks or (_find_interrupted_rank(graph, graph.first_failure),)
-        if not ranks:
-            return None
-        return Diagnosis(
-            "interrupted",
-            ranks,
-            graph.moment,
-            build_sides(graph, ranks),
-            reason=graph.find_exception(),
-        )
-
-    def describe(self, phrases: Phrases) -> list[str]:
-        be = "was" if len(phrases.diagnosis.ranks) == 1 else "were"
-        place = (
-            phrases.describe_location(phrases.diagnosis.ranks[0])
-            if len(phrases.diagnosis.ranks) == 1
-            else ""
-        )
-        time = phrases.describe_time(phrases.diagnosis.since)
-        pressed = all(
-            phrases.graph.exits[n].reason == "interrupted" for n in phrases.diagnosis.ranks
-        )
-        cause = "(Ctrl-C)" if pressed else "by a signal handler that raised an exception"
-        return [
-            f"{phrases.subject} {be} interrupted {cause}{time}{place}.",
-            *phrases.describe_waiting_ranks(),
-        ]
-
-
-class StoppedByLauncher(Rule):
-    """The launcher stopped healthy ranks."""
-
-    kind = "launcher"
-
-    @staticmethod
-    def detect(graph: WaitForGraph) -> Diagnosis | None:
-        ranks = tuple(
-            number for number, status in graph.exits.items() if status.reason == "launcher"
-        )
-        return Diagnosis("launcher", ranks, graph.moment) if ranks else None
-
-    def describe(self, phrases: Phrases) -> list[str]:
-        if phrases.graph.job.launcher_lost:
-            ranks = phrases.diagnosis.ranks
-            return [
-                f"The launcher (pid {phrases.graph.job.launcher}) disappeared without recording an "
-                "exit: it was killed by a signal that it cannot handle, such as SIGKILL.",
-                f"The kernel then killed {format_ranks(ranks)}: no rank had failed before.",
-            ]
-        return [
-            f"The launcher stopped {format_ranks(phrases.diagnosis.ranks)}"
-            f"{phrases.describe_time(phrases.diagnosis.since)}: no rank had failed, and none had "
-            "waited for long."
-        ]
-
-    def suggest_fixes(self, phrases: Phrases) -> list[str]:
-        graph = phrases.graph
-        if not graph.job.launcher_lost:
-            return [
-                "If you stopped the job, nothing. Otherwise find out which process sent a signal "
-                "to the launcher."
-            ]
-        return [
-            "If nobody killed it, the kernel did because memory ran out: look for pid "
-            f"{graph.job.launcher} in `journalctl -k | grep -i 'killed process'` (or `dmesg`), and "
-            "check the memory limit of the container or of the batch job.",
-            "To stop a job, send SIGINT or SIGTERM to its launcher (Ctrl-C, `kill`). The launcher "
-            "then stops its ranks and records how they ended.",
-        ]
-
-
-# Rules that may find several kinds.
+# Detectors that may find several kinds.
 
 
 def check_unformed_group(graph: WaitForGraph) -> Diagnosis | None:
@@ -338,22 +222,15 @@ def check_unformed_group(graph: WaitForGraph) -> Diagnosis | None:
     if failure is None or failure.operation.kind != "join" or failure.outcome != "system":
         return None
     # The cause may be a rank that has ended and that hosted the store.
-    gone = [
-        number
-        for number in graph.ranks
-        if graph.is_gone(number) and graph.exits[number].is_own_failure
-    ]
-    if gone:
-        return diagnose_lost_ranks(graph, gone)
+    if gone := [n for n in _list_failed_ranks(graph) if graph.is_gone(n)]:
+        return _diagnose_lost_ranks(graph, gone)
     number = failure.rank.rank
     reason = failure.rank.exception or "it could not form the group"
     # The host of the store may also have ended while it waited, before it had a flight recorder.
     absent = [n for n in graph.ranks if graph.never_joined(n) and not graph.is_on_other_host(n)]
     if absent and _STORE_LOST.search(reason):
-        return build_diagnosis(graph, "missing", absent, failure.operation.begin, reason)
-    sides, waiting = build_sides(graph, [number]), build_sides(graph, graph.find_waiters([number]))
-    status = graph.exits[number]
-    return Diagnosis("failed", (number,), graph.moment, sides, waiting, status, reason=reason)
+        return KINDS["missing"].of_ranks(graph, absent, failure.operation.begin, reason)
+    return FailedRank.of_ranks(graph, [number], graph.moment, reason)
 
 
 def check_peer_loss(graph: WaitForGraph) -> Diagnosis | None:
@@ -361,26 +238,23 @@ def check_peer_loss(graph: WaitForGraph) -> Diagnosis | None:
     failure = graph.first_failure
     if failure is None or failure.outcome not in ("peer_lost", "left"):
         return None
-    group = get_group(failure.rank, failure.operation)
-    members = [number for number in graph.get_group_ranks(group).values() if number in graph.ranks]
-    failed = [n for n in members if _has_failed_in_group(graph, n, group)]
-    if failed:
+    group = failure.group
+    members = graph.get_group_ranks(group).values()
+    if failed := [n for n in members if _has_failed_in_group(graph, n, group)]:
         first = min(failed, key=lambda n: (graph.exits[n].time or math.inf, n))
         if graph.exits[first].is_own_failure:
-            return diagnose_lost_ranks(graph, [first])
+            return _diagnose_lost_ranks(graph, [first])
         # The program caught the exception, and the process continues.
-        return _diagnose_abort(graph, first, _get_abort_reason(graph, first, group))
+        return AbortedGroup.by_rank(graph, first, _get_abort_reason(graph, first, group))
     unnotified = [
         n for n in members if n not in graph.failures and not get_phalanx_error(graph.ranks[n])
     ]
-    gone = [
-        n
-        for n in unnotified
-        if graph.exits[n].is_own_failure or graph.exits[n].reason in ("completed", "left")
-    ]
-    if group is not None and failure.outcome == "left":
-        gone = [number for number in unnotified if graph.has_left(number, group)] or gone
-    return diagnose_lost_ranks(graph, gone) if gone else None
+    exits = {n: graph.exits[n] for n in unnotified}
+    gone = [n for n, status in exits.items() if status.is_own_failure or status.has_finished]
+    if failure.outcome == "left":
+        records = {n: graph.find_group_record(n, group) for n in unnotified}
+        gone = [n for n, record in records.items() if record is not None and record.left] or gone
+    return _diagnose_lost_ranks(graph, gone)
 
 
 def check_signal_handler(graph: WaitForGraph) -> Diagnosis | None:
@@ -394,7 +268,7 @@ def check_signal_handler(graph: WaitForGraph) -> Diagnosis | None:
         return None
     failed = [number for number, status in graph.exits.items() if status.reason == "failed"]
     raised = [number for number in failed if not get_phalanx_error(graph.ranks[number])]
-    return diagnose_lost_ranks(graph, raised) if raised else None
+    return _diagnose_lost_ranks(graph, raised)
 
 
 def check_exit(graph: WaitForGraph) -> Diagnosis | None:
@@ -404,39 +278,48 @@ def check_exit(graph: WaitForGraph) -> Diagnosis | None:
     return check_any_exit(graph)
 
 
+def check_blocking_ranks(graph: WaitForGraph) -> Diagnosis | None:
+    """Return a diagnosis if ranks that block others have ended."""
+    return _diagnose_lost_ranks(graph, [n for n in graph.blocking if graph.is_gone(n)])
+
+
 def check_any_exit(graph: WaitForGraph) -> Diagnosis | None:
     """Return a diagnosis if a rank ended by itself and not because of another rank's failure."""
-    gone = [number for number, status in graph.exits.items() if status.is_own_failure]
-    own = [n for n in gone if n not in graph.failures and not get_phalanx_error(graph.ranks[n])]
-    return diagnose_lost_ranks(graph, own) if own else None
+    own = [n for n in _list_failed_ranks(graph) if n not in graph.failures]
+    return _diagnose_lost_ranks(graph, [n for n in own if not get_phalanx_error(graph.ranks[n])])
 
 
 def check_unexplained_exit(graph: WaitForGraph) -> Diagnosis | None:
     """Return a diagnosis if ranks ended because of a failure elsewhere whose cause is unknown."""
-    gone = [number for number, status in graph.exits.items() if status.is_own_failure]
-    return diagnose_lost_ranks(graph, gone) if gone else None
+    return _diagnose_lost_ranks(graph, _list_failed_ranks(graph))
 
 
-def diagnose_lost_ranks(graph: WaitForGraph, lost_ranks: list[int]) -> Diagnosis:
-    """Return the diagnosis of ranks that have ended or left while others need them."""
-    first = min(lost_ranks, key=lambda number: _get_exit_order(graph, number))
+def _list_failed_ranks(graph: WaitForGraph) -> list[int]:
+    return [number for number, status in graph.exits.items() if status.is_own_failure]
+
+
+def _diagnose_lost_ranks(graph: WaitForGraph, lost: list[int]) -> Diagnosis | None:
+    """Return the diagnosis of ranks that have ended or left while others need them, if any."""
+    if not lost:
+        return None
+    first = min(lost, key=lambda number: _get_exit_order(graph, number))
     status = graph.exits[first]
-    alike = tuple(number for number in lost_ranks if graph.exits[number].reason == status.reason)
+    alike = tuple(number for number in lost if graph.exits[number].reason == status.reason)
     # The first exception is the cause. A signal or the end of the script may concern many ranks.
     at_fault = (first,) if status.reason in ("failed", "exited") else alike
-    waiting = graph.find_waiters(at_fault)
-    kind = _KINDS.get(status.reason, "finished")
-    for number in waiting if kind == "finished" else ():
-        operation = graph.waits[number].operation
-        if operation.kind == "recv" and operation.peer >= 0:
-            return diagnose_unsent_message(graph, [number], first)
-    return Diagnosis(
-        kind,
+    if not status.is_own_failure:
+        for number in graph.find_waiters(at_fault):
+            operation = graph.waits[number].operation
+            if operation.kind == "recv" and operation.peer >= 0:
+                return UnsentMessage.between(graph, [number], first)
+    kind = KINDS[status.reason if status.is_own_failure else "finished"]
+    return kind(
+        graph,
         at_fault,
         status.time,
         build_sides(graph, at_fault),
-        build_sides(graph, waiting),
-        exit_status=status,
+        build_sides(graph, graph.find_waiters(at_fault)),
+        status,
         reason=graph.ranks[first].exception,
     )
 
@@ -444,26 +327,15 @@ def diagnose_lost_ranks(graph: WaitForGraph, lost_ranks: list[int]) -> Diagnosis
 def _get_exit_order(graph: WaitForGraph, number: int) -> tuple[int, int, float, int]:
     """Return a sort key: ranks whose end is best known first, of these the earliest."""
     status, rank = graph.exits[number], graph.ranks[number]
-    doubt = 2 if status.reason not in _KINDS else 1 if status.reason == "vanished" else 0
+    doubt = 2 if not status.is_own_failure else 1 if status.reason == "vanished" else 0
     # If no recorder recorded the monotonic clock, the launcher's clock still orders the ends.
     logged = rank.start.ended if rank.start is not None else None
     return doubt, status.time or get_last_record_time(rank), logged or 0.0, number
 
 
-def _diagnose_abort(graph: WaitForGraph, aborter: int, abort_reason: str) -> Diagnosis:
-    return Diagnosis(
-        "aborted",
-        (aborter,),
-        graph.moment,
-        build_sides(graph, [aborter]),
-        build_sides(graph, sorted(set(graph.waits) - {aborter})),
-        reason=abort_reason,
-    )
-
-
 def _get_abort_reason(graph: WaitForGraph, number: int, group: Group | None) -> str:
     """Return the recorded reason why a rank aborted a group or its session ended, or ""."""
-    own = graph.find_group_record(number, group) if group is not None else None
+    own = graph.find_group_record(number, group)
     return own.abort_reason if own is not None else ""
 
 
@@ -473,11 +345,7 @@ def _find_aborter(graph: WaitForGraph, group: Group | None) -> int | None:
     It is a member that recorded a reason, else a member that left without a failed operation, else
     the rank that the error message names.
     """
-    if group is None:
-        return None
-    members = sorted(
-        number for number in graph.get_group_ranks(group).values() if number in graph.ranks
-    )
+    members = sorted(graph.get_group_ranks(group).values())
     records = {number: own for number in members if (own := graph.find_group_record(number, group))}
     with_reason = [number for number, own in records.items() if own.abort_reason]
     left = [number for number, own in records.items() if own.left and number not in graph.failures]
@@ -489,36 +357,10 @@ def _find_aborter(graph: WaitForGraph, group: Group | None) -> int | None:
 
 def _has_failed_in_group(graph: WaitForGraph, number: int, group: Group | None) -> bool:
     """Return whether an exception of a rank's own ended its session, and thus left the group."""
-    abort_reason = _get_abort_reason(graph, number, group)
-    own = not get_phalanx_error(graph.ranks[number]) and not parse_phalanx_error(
-        abort_reason.removeprefix(SESSION_ENDED)
+    reason = _get_abort_reason(graph, number, group)
+    own = not get_phalanx_error(graph.ranks[number])
+    return (
+        own
+        and reason.startswith(SESSION_ENDED)
+        and not parse_phalanx_error(reason.removeprefix(SESSION_ENDED))
     )
-    return abort_reason.startswith(SESSION_ENDED) and own
-
-
-def _find_interrupted_rank(graph: WaitForGraph, failure: FailedOperation) -> int:
-    """Return the interrupted rank, according to the first rank that raised because of it."""
-    found = _INTERRUPTED.search(failure.rank.exception)
-    group = get_group(failure.rank, failure.operation)
-    place = graph.get_global_rank(group, int(found[1])) if found else None
-    return failure.rank.rank if place is None else place
-
-
-def _describe_end(phrases: Phrases) -> str:
-    """Describe when and where the rank at fault ended."""
-    diagnosis = phrases.diagnosis
-    time = phrases.describe_time(
-        diagnosis.exit_status.time if diagnosis.exit_status is not None else 0
-    )
-    return time + (
-        phrases.describe_location(diagnosis.ranks[0]) if len(diagnosis.ranks) == 1 else ""
-    )
-
-
-def _describe_last_places(phrases: Phrases) -> list[str]:
-    """Describe the locations of ranks that ended together."""
-    places = [
-        f"{format_ranks(side.ranks)} {phrases.describe_position(side)}"
-        for side in phrases.diagnosis.sides[:4]
-    ]
-    return [f"At the end: {join_texts(places)}."] if places else []

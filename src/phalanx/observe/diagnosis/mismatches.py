@@ -1,119 +1,218 @@
-"""Operations that do not match: different calls of ranks, and messages that do not fit."""
+"""Operations that do not match: different calls of ranks, and messages without their counterpart.
+
+A message may be unsent, unreceived, of another size, or not waited for.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from phalanx.observe.diagnosis.diagnosis import CHECK_BRANCHES, Diagnosis, Rule, Side
+from phalanx.observe.diagnosis.diagnosis import CHECK_BRANCHES, Diagnosis, Side, build_sides
 from phalanx.observe.diagnosis.formatting import format_ranks, join_texts
-from phalanx.observe.diagnosis.messages import find_mismatched_message
-from phalanx.observe.escape import escape
-from phalanx.observe.model import get_group
+from phalanx.observe.exit_reasons import get_phalanx_error
 
 if TYPE_CHECKING:
-    from phalanx.observe.diagnosis.diagnosis import Phrases
-    from phalanx.observe.diagnosis.wait_for_graph import WaitForGraph
-    from phalanx.observe.model import Group, Operation
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["MismatchedMessage", "MismatchedOperation"]
+    from phalanx.observe.model import Group, Operation, Rank
+    from phalanx.observe.wait_for_graph import WaitForGraph
+
+__all__ = [
+    "MismatchedMessage",
+    "MismatchedOperation",
+    "UnawaitedMessage",
+    "UnreceivedMessage",
+    "UnsentMessage",
+    "find_incomplete_messages",
+]
+
+_UNSENT = (
+    "Every recv needs a send on the other rank, with the same group, tag, dtype and size. Check "
+    "the operation that the other rank calls instead.",
+    "If both ranks wait, use `isend` and `irecv`, or `batch_isend_irecv`, and wait afterwards.",
+)
 
 
-class MismatchedOperation(Rule):
+class MismatchedOperation(Diagnosis):
     """Ranks called operations that do not match."""
 
     kind = "branch"
     fixes = (CHECK_BRANCHES, "`phalanx trace` shows the earlier operations of each rank.")
 
-    @staticmethod
-    def detect(graph: WaitForGraph) -> Diagnosis | None:
+    @classmethod
+    def detect(cls, graph: WaitForGraph) -> Diagnosis | None:
         """Return a diagnosis if the first failure is a mismatch, of operations or of a message."""
         failure = graph.first_failure
         if failure is None or failure.outcome != "mismatch":
             return None
-        group = get_group(failure.rank, failure.operation)
-        failed = [
-            number for number in sorted(graph.failures) if _has_mismatch(graph, number, group)
-        ]
+        failed = [n for n in sorted(graph.failures) if _has_mismatch(graph, n, failure.group)]
         messages = [number for number in failed if graph.failures[number].operation.is_message]
         collectives = [number for number in failed if number not in messages]
         if len({_get_signature(graph.failures[n].operation) for n in collectives}) < 2:
             for number in messages:
-                if (diagnosis := _diagnose_mismatched_message(graph, number)) is not None:
+                if (diagnosis := MismatchedMessage.of_receiver(graph, number)) is not None:
                     return diagnosis
-        sides = _build_mismatch_sides(graph, _select_latest(graph, collectives) or failed)
-        return Diagnosis(
-            "branch",
-            _find_minority_callers(sides),
-            graph.moment,
-            sides,
-            reason=graph.find_exception(),
-        )
+        # The ranks in the latest collective; the others were notified in an earlier one.
+        sequences = {number: graph.failures[number].operation.sequence for number in collectives}
+        latest = [n for n, sequence in sequences.items() if sequence == max(sequences.values())]
+        sides = _build_mismatch_sides(graph, latest or failed)
+        at_fault = _find_minority_callers(sides)
+        return cls(graph, at_fault, graph.moment, sides, reason=graph.find_exception())
 
-    def describe(self, phrases: Phrases) -> list[str]:
-        sides, at_fault = phrases.diagnosis.sides, phrases.diagnosis.ranks
-        own = [side for side in sides if set(side.ranks) <= set(at_fault)]
-        rest = [
-            f"{format_ranks(side.ranks)} called {phrases.describe_call(side)}"
-            for side in sides
-            if side not in own
-        ]
-        time, reason = (
-            phrases.describe_time(phrases.diagnosis.since),
-            escape(phrases.diagnosis.reason, 400),
-        )
+    def describe_cause(self) -> list[str]:
+        time, reason = self.describe_time(self.since), self.escape_reason(400)
+        own = [side for side in self.sides if set(side.ranks) <= set(self.ranks)]
+        rest = self._describe_calls([side for side in self.sides if side not in own])
         if rest and len(own) == 1:
-            it = "it" if len(at_fault) == 1 else "they"
-            called = f"{it} called {phrases.describe_call(own[0])}, but {join_texts(rest)}"
-            return [f"{phrases.subject} took a different branch than the others{time}: {called}."]
-        calls = [
-            f"{format_ranks(side.ranks)} called {phrases.describe_call(side)}" for side in own
-        ] + rest
+            it = "it" if self.is_single else "they"
+            called = f"{it} called {self.describe_call(own[0])}, but {join_texts(rest)}"
+            return [f"{self.subject} took a different branch than the others{time}: {called}."]
+        calls = self._describe_calls(own) + rest
         first = f"Ranks took different branches{time}: {join_texts(calls)}."
         return [first, *([reason] if len(calls) == 1 and reason else [])]
 
+    def _describe_calls(self, sides: Sequence[Side]) -> list[str]:
+        return [f"{format_ranks(side.ranks)} called {self.describe_call(side)}" for side in sides]
 
-class MismatchedMessage(Rule):
+
+class MismatchedMessage(Diagnosis):
     """A message does not match its recv."""
 
     kind = "message"
     fixes = ("Use the same dtype and number of elements for send and recv.",)
 
-    def describe(self, phrases: Phrases) -> list[str]:
-        receiver, sender = phrases.diagnosis.sides
+    @classmethod
+    def of_receiver(cls, graph: WaitForGraph, number: int) -> Diagnosis | None:
+        """Return a diagnosis if a message does not match the failed recv of a rank."""
+        recv = graph.failures[number].operation
+        found = _find_mismatched_message(graph, number, recv) if recv.kind == "recv" else None
+        if found is None:
+            return None
+        sender, sent = found
+        sender_side = Side((sender,), sent, graph.ranks[sender].get_group(sent))
+        sides = (_build_failed_side(graph, [number]), sender_side)
+        return cls(graph, tuple(sorted((number, sender))), graph.moment, sides, instead=sent)
+
+    def describe_cause(self) -> list[str]:
+        receiver, sender = self.sides
         return [
             f"A message does not match its recv: {format_ranks(sender.ranks)} called "
-            f"{phrases.describe_call(sender)}, "
-            f"but {format_ranks(receiver.ranks)} called {phrases.describe_call(receiver)}."
+            f"{self.describe_call(sender)}, "
+            f"but {format_ranks(receiver.ranks)} called {self.describe_call(receiver)}."
         ]
+
+
+class UnsentMessage(Diagnosis):
+    """A rank waits for a message that is never sent."""
+
+    kind = "unsent"
+    fixes = _UNSENT
+
+    @classmethod
+    def detect(cls, graph: WaitForGraph) -> Diagnosis | None:
+        """Return a diagnosis if a rank was sent a message other than the one that it waits for."""
+        for source in graph.blocking:
+            for waiter in graph.find_waiters([source]):
+                if _find_other_message(graph, waiter, source) is not None:
+                    return cls.between(graph, [waiter], source)
+        return None
+
+    @classmethod
+    def between(cls, graph: WaitForGraph, waiters: Sequence[int], source: int) -> Diagnosis:
+        """Return the diagnosis of ranks that wait for messages that `source` does not send."""
+        others = [number for number in graph.find_waiters(waiters) if number != source]
+        return cls(
+            graph,
+            tuple(waiters),
+            min(graph.waits[waiter].operation.begin for waiter in waiters),
+            (*build_sides(graph, waiters), *build_sides(graph, [source])),
+            build_sides(graph, others),
+            graph.exits.get(source),
+            _find_other_message(graph, waiters[0], source),
+        )
+
+    def describe_cause(self) -> list[str]:
+        waiter, source = self.sides[0], self.sides[-1]
+        wait = self.choose_verb("has waited", "have waited", "waited")
+        send = "sends" if self.graph.is_live else "sent"
+        first = (
+            f"{self.subject} {wait} for a message that no rank {send}: "
+            f"{self.describe_call(waiter)},{self.describe_duration(self.since)}."
+        )
+        status = self.exit_status
+        if status is not None and status.has_finished:
+            place = f"ended{self.describe_time(status.time)} without sending it"
+        else:
+            place = self.describe_elsewhere(source)
+        texts = [first, f"{self.describe_ranks(source.ranks).capitalize()} {place}."]
+        if self.instead is not None:
+            sent = self.describe_operation(source.ranks[0], self.instead)
+            texts.append(f"The message that it sent instead has no matching recv: {sent}.")
+        return texts
+
+    def describe_elsewhere(self, side: Side) -> str:
+        """Return that a side is not in the operation that matches, with its location."""
+        return f"{self.conjugate_be(side.ranks)} elsewhere{self.describe_location(side.ranks[0])}"
+
+
+class UnreceivedMessage(UnsentMessage):
+    """A rank waits for its message to be received."""
+
+    kind = "unreceived"
+
+    def describe_cause(self) -> list[str]:
+        sender, receiver = self.sides[0], self.sides[-1]
+        has = "has" if len(sender.ranks) == 1 else "have"
+        verb = f"{has} waited" if self.graph.is_live else "waited"
+        return [
+            f"{self.subject} {verb} for a message to be received: {self.describe_call(sender)},"
+            f"{self.describe_duration(self.since)}.",
+            f"{self.describe_ranks(receiver.ranks).capitalize()} "
+            f"{self.describe_elsewhere(receiver)}.",
+        ]
+
+
+class UnawaitedMessage(Diagnosis):
+    """A rank ended or left before its own message was complete."""
+
+    kind = "unawaited"
+    fixes = (
+        "Wait for the work that `isend` and `irecv` return before the script ends or leaves the "
+        "group: `work = dist.isend(...)`, later `work.wait()`. Until then the transfer is not "
+        "complete.",
+    )
+
+    @classmethod
+    def detect(cls, graph: WaitForGraph) -> Diagnosis | None:
+        """Return a diagnosis if a rank ended or left while a message its peer needs was pending."""
+        for number, rank in graph.ranks.items():
+            for posted in find_incomplete_messages(graph, number):
+                if _is_needed(graph, number, posted):
+                    own = Side((number,), posted, rank.get_group(posted))
+                    waiting = build_sides(graph, graph.find_waiters([number]))
+                    status = graph.exits[number]
+                    return cls(graph, (number,), status.time, (own,), waiting, status)
+        return None
+
+    def describe_cause(self) -> list[str]:
+        group = self.sides[0].group
+        did = "left the group" if group is not None and group.left else "ended"
+        return [
+            f"{self.subject} {did}{self.describe_time(self.since)} without waiting for its own "
+            f"message: {self.describe_call(self.sides[0])} was still under way."
+        ]
+
+
+# Mismatches.
 
 
 def _has_mismatch(graph: WaitForGraph, number: int, group: Group | None) -> bool:
     """Return whether a rank failed because of a mismatch in this group."""
     failure = graph.failures[number]
-    own = get_group(failure.rank, failure.operation)
+    own = failure.group
     same = own is not None and group is not None and own.identity == group.identity
     return failure.outcome == "mismatch" and (same or failure is graph.first_failure)
-
-
-def _diagnose_mismatched_message(graph: WaitForGraph, number: int) -> Diagnosis | None:
-    """Return a diagnosis if a message does not match the recv of this rank."""
-    recv = graph.failures[number].operation
-    found = find_mismatched_message(graph, number, recv) if recv.kind == "recv" else None
-    if found is None:
-        return None
-    sender, sent = found
-    sides = (
-        _build_side(graph, [number]),
-        Side((sender,), sent, get_group(graph.ranks[sender], sent)),
-    )
-    return Diagnosis("message", tuple(sorted((number, sender))), graph.moment, sides, instead=sent)
-
-
-def _select_latest(graph: WaitForGraph, numbers: list[int]) -> list[int]:
-    """Return the ranks in the latest collective; the others were notified in an earlier one."""
-    sequences = {number: graph.failures[number].operation.sequence for number in numbers}
-    return [n for n, sequence in sequences.items() if sequence == max(sequences.values())]
 
 
 def _get_signature(operation: Operation) -> tuple[object, ...]:
@@ -140,12 +239,12 @@ def _build_mismatch_sides(graph: WaitForGraph, numbers: list[int]) -> tuple[Side
         places.setdefault((_get_signature(operation), operation.site), []).append(number)
         alike[_get_signature(operation)] += 1
     ordered = sorted(places, key=lambda place: (alike[place[0]], places[place]))
-    return tuple(_build_side(graph, places[place]) for place in ordered)
+    return tuple(_build_failed_side(graph, places[place]) for place in ordered)
 
 
-def _build_side(graph: WaitForGraph, ranks: list[int]) -> Side:
+def _build_failed_side(graph: WaitForGraph, ranks: list[int]) -> Side:
     failure = graph.failures[ranks[0]]
-    return Side(tuple(ranks), failure.operation, get_group(failure.rank, failure.operation))
+    return Side(tuple(ranks), failure.operation, failure.group)
 
 
 def _find_minority_callers(sides: tuple[Side, ...]) -> tuple[int, ...]:
@@ -158,3 +257,91 @@ def _find_minority_callers(sides: tuple[Side, ...]) -> tuple[int, ...]:
     fewest = [ranks for ranks in callers.values() if len(ranks) == few]
     named = fewest[0] if len(fewest) == 1 else [n for ranks in callers.values() for n in ranks]
     return tuple(sorted(named))
+
+
+# Messages.
+
+
+def find_incomplete_messages(graph: WaitForGraph, number: int) -> list[Operation]:
+    """Return the messages of a rank that were incomplete when it ended or left."""
+    rank = graph.ranks[number]
+    if get_phalanx_error(rank):
+        return []
+    has_finished = graph.exits[number].has_finished
+    messages = (o for o in rank.records if o.is_message and _is_cut(o))
+    return [o for o in messages if has_finished or _has_left(rank, o)]
+
+
+def _has_left(rank: Rank, message: Operation) -> bool:
+    """Return whether a rank has left the group of a message, however its process ended later."""
+    group = rank.get_group(message)
+    return group is not None and group.left
+
+
+def _is_cut(message: Operation) -> bool:
+    """Return whether a message is incomplete, or failed because a rank was lost or had left."""
+    return not message.end or message.outcome in ("left", "peer_lost")
+
+
+def _is_needed(graph: WaitForGraph, number: int, posted: Operation) -> bool:
+    """Return whether the peer of an incomplete message had posted the matching operation."""
+    group = graph.ranks[number].get_group(posted)
+    other = graph.get_global_rank(group, posted.peer)
+    if other is None or other == number or graph.exits[other].has_finished:
+        return False
+    kind = "recv" if posted.kind == "send" else "send"
+    wanted = _iterate_messages(graph, kind, other, number, group)
+    return any(o.sequence == posted.sequence and _is_cut(o) for o in wanted)
+
+
+def _find_other_message(graph: WaitForGraph, waiter: int, source: int) -> Operation | None:
+    """Return the newest message from `source` for which `waiter` posted no recv, or None.
+
+    None unless `waiter` waits for a message from `source`.
+    """
+    wait = graph.waits.get(waiter)
+    if wait is None or wait.operation.kind != "recv" or wait.peers != (source,):
+        return None
+    group = graph.ranks[waiter].get_group(wait.operation)
+    sent = [*_iterate_messages(graph, "send", source, waiter, group)]
+    received = _iterate_messages(graph, "recv", waiter, source, group)
+    received_tags = Counter(operation.sequence for operation in received)
+    # If not all operations of both ranks are known, only tags without any recv count.
+    if any(graph.ranks[n].operations > len(graph.ranks[n].records) for n in (waiter, source)):
+        sent = [operation for operation in sent if operation.sequence not in received_tags]
+    sent_tags = Counter(operation.sequence for operation in sent)
+    for operation in reversed(sent):
+        tag = operation.sequence
+        if sent_tags[tag] > received_tags[tag] and tag != wait.operation.sequence:
+            return operation
+    return None
+
+
+def _find_mismatched_message(
+    graph: WaitForGraph, number: int, recv: Operation
+) -> tuple[int, Operation] | None:
+    """Return the sender and the message that does not match a recv of this rank, or None."""
+    group = graph.ranks[number].get_group(recv)
+    members = graph.get_group_ranks(group)
+    for sender in members.values() if recv.peer < 0 else [members.get(recv.peer, -1)]:
+        for operation in reversed([*_iterate_messages(graph, "send", sender, number, group)]):
+            fits = (operation.dtype, operation.count) == (recv.dtype, recv.count)
+            if operation.sequence == recv.sequence and not fits:
+                return sender, operation
+    return None
+
+
+def _iterate_messages(
+    graph: WaitForGraph, kind: str, rank: int, other: int, group: Group | None
+) -> Iterator[Operation]:
+    """Yield the messages of one kind between two ranks in a group, the oldest first."""
+    if rank not in graph.ranks:
+        return
+    identity = None if group is None else group.identity
+    for operation in graph.ranks[rank].records:
+        own = graph.ranks[rank].get_group(operation)
+        if operation.kind != kind or (None if own is None else own.identity) != identity:
+            continue
+        # A recv from any rank may have received it.
+        if graph.get_global_rank(own, operation.peer) == other or operation.peer < 0:
+            yield operation

@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from phalanx.observe.diagnosis.diagnosis import Diagnosis, Rule, suggest_stack_dump
+from phalanx.observe.diagnosis.diagnosis import Diagnosis, suggest_stack_dump
 from phalanx.observe.diagnosis.formatting import format_duration
-from phalanx.observe.diagnosis.wait_for_graph import LONG_WAIT
 from phalanx.observe.escape import escape
+from phalanx.observe.wait_for_graph import LONG_WAIT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from phalanx.observe.diagnosis.diagnosis import Phrases
-    from phalanx.observe.diagnosis.wait_for_graph import WaitForGraph
     from phalanx.observe.model import Call, Job, Rank, Worker
+    from phalanx.observe.wait_for_graph import WaitForGraph
 
 __all__ = ["UnansweredCall", "calls_as_json", "format_call_lines"]
 
@@ -26,7 +23,7 @@ _MAX_CALLS = 8
 """Maximum number of calls to show."""
 
 
-class UnansweredCall(Rule):
+class UnansweredCall(Diagnosis):
     """An RPC worker has not answered the call of another worker.
 
     A worker that waits for another worker is not at fault, except in a cycle, where all are.
@@ -34,35 +31,30 @@ class UnansweredCall(Rule):
 
     kind = "unanswered"
 
-    @staticmethod
-    def detect(graph: WaitForGraph) -> Diagnosis | None:
+    @classmethod
+    def detect(cls, graph: WaitForGraph) -> Diagnosis | None:
         """Return a diagnosis of the workers that delay calls, or of all workers of a cycle."""
-        calls = [
-            c for c in _list_pending_calls(graph.job) if c.call.since <= graph.moment - LONG_WAIT
-        ]
+        pending = _list_pending_calls(graph.job)
+        calls = [each for each in pending if each.call.since <= graph.moment - LONG_WAIT]
         if not calls:
             return None
-        ranks = {
-            _find_rank(graph.job, each.callee) for each in _find_blocking_calls(calls) or calls
-        }
+        blocking = _find_blocking_calls(calls) or calls
+        ranks = {_find_rank(graph.job, each.callee) for each in blocking}
         numbers = tuple(sorted(rank.rank for rank in ranks if rank is not None))
-        return Diagnosis("unanswered", numbers, calls[0].call.since)
+        return cls(graph, numbers, calls[0].call.since)
 
-    def describe(self, phrases: Phrases) -> list[str]:
-        calls = _list_pending_calls(phrases.graph.job)
+    def describe_cause(self) -> list[str]:
+        calls = _list_pending_calls(self.graph.job)
         if at_fault := _find_blocking_calls(calls):
-            return [_describe_call(phrases.graph, each) for each in at_fault[:_MAX_CALLS]]
-        wait = "wait" if phrases.graph.is_live else "waited"
-        return [
-            f"Workers {wait} for each other's calls:",
-            *(_format_line(phrases.graph, each) for each in calls[:_MAX_CALLS]),
-        ]
+            return [_describe_call(self.graph, each) for each in at_fault[:_MAX_CALLS]]
+        wait = "wait" if self.graph.is_live else "waited"
+        lines = [_format_line(self.graph, each) for each in calls[:_MAX_CALLS]]
+        return [f"Workers {wait} for each other's calls:", *lines]
 
-    def suggest_fixes(self, phrases: Phrases) -> list[str]:
-        graph, diagnosis = phrases.graph, phrases.diagnosis
-        stack = suggest_stack_dump(graph, diagnosis.ranks)
+    def suggest_fixes(self) -> list[str]:
+        stack = suggest_stack_dump(self.graph, self.ranks)
         return [
-            *([stack] if graph.job.running and diagnosis.ranks else []),
+            *([stack] if self.graph.job.running and self.ranks else []),
             "Check the called function: an infinite loop, a lock, or a remote call without a "
             "timeout. A function that trains for the whole job is fine.",
             "Set a timeout, so that the caller can continue: `rpc_sync(..., timeout=SECONDS)`, or "
@@ -99,9 +91,8 @@ def _list_pending_calls(job: Job) -> list[_PendingCall]:
     return sorted(calls, key=lambda each: each.call.since)
 
 
-def _find_blocking_calls(calls: Iterable[_PendingCall]) -> list[_PendingCall]:
+def _find_blocking_calls(calls: list[_PendingCall]) -> list[_PendingCall]:
     """Return the calls whose callee has no pending call itself; none if all workers form cycles."""
-    calls = list(calls)
     waiting = {each.caller.id for each in calls if each.call.peer != each.caller.id}
     return [each for each in calls if each.call.peer not in waiting]
 

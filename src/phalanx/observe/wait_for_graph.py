@@ -7,19 +7,19 @@ its consequences (notified peers, ranks that the launcher stops) do not hide it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from phalanx.observe.diagnosis.exit_reasons import (
+from phalanx.observe.exception_hook import SESSION_ENDED
+from phalanx.observe.exit_reasons import (
     ExitStatus,
     determine_exit,
     get_last_record_time,
     get_phalanx_error,
 )
-from phalanx.observe.exception_hook import SESSION_ENDED
-from phalanx.observe.model import get_group
 
 if TYPE_CHECKING:
     from phalanx.observe.model import Group, Job, Operation, Rank
@@ -53,6 +53,11 @@ class FailedOperation:
     def outcome(self) -> str:
         """The outcome of the operation."""
         return self.operation.outcome
+
+    @property
+    def group(self) -> Group | None:
+        """The group of the operation; None if it was not recorded."""
+        return self.rank.get_group(self.operation)
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,6 @@ class WaitForGraph:
         self.exits: dict[int, ExitStatus] = {
             rank.rank: determine_exit(rank, job) for rank in job.ranks
         }
-        self._group_ranks = _map_group_ranks(job)
         self.recovered = False
         self.failures = self._find_failures()
         self.first_failure = self._find_first_failure()
@@ -129,11 +133,11 @@ class WaitForGraph:
         return max(ended, key=lambda operation: operation.end, default=None)
 
     def get_group_ranks(self, group: Group | None) -> dict[int, int]:
-        """Return the known ranks of a group by their number in it."""
-        return {} if group is None else self._group_ranks.get(group.identity, {})
+        """Return the known ranks of a formed group by their number in it."""
+        return {} if group is None else self.job.group_ranks.get(group.identity, {})
 
     def get_global_rank(self, group: Group | None, place: int) -> int | None:
-        """Return the rank with a given number in a group; None if it is unknown."""
+        """Return the rank with a given number in a formed group; None if it is unknown."""
         return self.get_group_ranks(group).get(place)
 
     def count_collectives(self, number: int, group: Group) -> int:
@@ -142,25 +146,25 @@ class WaitForGraph:
 
     def find_waiters(self, ranks: Iterable[int]) -> list[int]:
         """Return the ranks that wait for any of the given ranks, directly or indirectly."""
-        found = set(ranks)
-        given = set(found)
-        grown = True
-        while grown:
-            more = {n for n, wait in self.waits.items() if n not in found and found & {*wait.peers}}
+        given = {*ranks}
+        found = {*given}
+        while more := {
+            n for n, wait in self.waits.items() if n not in found and found.intersection(wait.peers)
+        }:
             found |= more
-            grown = bool(more)
         return sorted(found - given)
 
-    def find_group_record(self, number: int, group: Group) -> Group | None:
+    def find_group_record(self, number: int, group: Group | None) -> Group | None:
         """Return a group as another of its ranks recorded it; None if it did not."""
-        groups = self.ranks[number].groups if number in self.ranks else ()
-        alike = (known for known in groups if known.identity == group.identity != 0)
-        return next(alike, None)
+        if group is None or not group.identity or number not in self.ranks:
+            return None
+        groups = self.ranks[number].groups
+        return next((known for known in groups if known.identity == group.identity), None)
 
     def is_gone(self, number: int) -> bool:
         """Return whether, by the moment, a rank had ended by itself or left its groups."""
         status = self.exits[number]
-        if not status.is_own_failure and status.reason not in ("completed", "left"):
+        if not (status.is_own_failure or status.has_finished):
             return False
         if number in self.failures or get_phalanx_error(self.ranks[number]):
             return False  # it was alive to be notified
@@ -168,11 +172,6 @@ class WaitForGraph:
             # These outcomes imply that the awaited ranks are alive.
             return 0 < status.time <= self.moment
         return status.time <= self.moment + _SLACK
-
-    def has_left(self, number: int, group: Group) -> bool:
-        """Return whether a rank has left a group."""
-        known = self.find_group_record(number, group)
-        return known is not None and known.left
 
     def is_joining(self, number: int) -> bool:
         """Return whether, at the moment, a rank was waiting for a new group to form."""
@@ -208,7 +207,7 @@ class WaitForGraph:
     def _is_reported_stopped(self, number: int) -> bool:
         """Return whether the error of another rank states that this rank was stopped."""
         return any(
-            self.get_global_rank(get_group(failure.rank, failure.operation), int(place)) == number
+            self.get_global_rank(failure.group, int(place)) == number
             for failure in self.failures.values()
             for place in _STOPPED.findall(failure.rank.exception)
         )
@@ -241,6 +240,87 @@ class WaitForGraph:
         notified = [rank for rank in self.ranks.values() if get_phalanx_error(rank)]
         return next((rank.exception for rank in (*first, *notified) if rank.exception), "")
 
+    # Blocked ranks. A path that follows each waiting rank to the ranks that it waits for ends at a
+    # rank that does not wait, which blocks the others, or it never ends: its ranks form a cycle.
+
+    @cached_property
+    def unexplained_waiters(self) -> list[int]:
+        """The ranks whose wait needs an explanation: a failure cut it short, or it is long."""
+        outcome = "ok" if self.first_failure is None else self.first_failure.outcome
+        is_cut = outcome not in ("ok", "interrupted")
+        return [
+            number
+            for number, wait in self.waits.items()
+            if not self.is_gone(number)
+            and (
+                (is_cut and wait.operation.outcome != "ok")
+                or self.moment - wait.operation.begin >= LONG_WAIT
+            )
+        ]
+
+    @cached_property
+    def blocking(self) -> list[int]:
+        """The ranks that do not wait and ultimately block those of `unexplained_waiters`."""
+        return sorted(number for number in self._reachable if not self._is_blocked(number))
+
+    @cached_property
+    def blocked(self) -> list[int]:
+        """The waiting ranks that block those of `unexplained_waiters`, and these themselves."""
+        return sorted(number for number in self._reachable if self._is_blocked(number))
+
+    @cached_property
+    def _reachable(self) -> set[int]:
+        found: set[int] = set()
+        todo = [*self.unexplained_waiters]
+        while todo:
+            number = todo.pop()
+            if number not in found and number in self.ranks:
+                found.add(number)
+                todo += self.waits[number].peers if self._is_blocked(number) else ()
+        return found
+
+    def _is_blocked(self, number: int) -> bool:
+        """Return whether other ranks block this rank."""
+        wait = self.waits.get(number)
+        still = self.is_gone(number) or self.is_stopped(number)
+        return wait is not None and bool(wait.peers) and not still
+
+    def find_cycle(self, waiters: Iterable[int]) -> list[int]:
+        """Return the shortest cycle of ranks that each wait for the next; empty if there is none.
+
+        The cycle begins with its smallest rank.
+        """
+        stuck = {*waiters}
+        while free := {number for number in stuck if not self._is_stuck(number, stuck)}:
+            stuck -= free
+        if not stuck:
+            return []
+        # Each of these ranks waits for another of them, so the walk visits some rank twice.
+        number, seen = min(stuck), set[int]()
+        while number not in seen:
+            seen.add(number)
+            number = min(stuck.intersection(self.waits[number].peers))
+        return self._find_shortest_cycle(number, stuck)
+
+    def _is_stuck(self, number: int, stuck: set[int]) -> bool:
+        wait = self.waits[number]
+        peers = stuck.intersection(wait.peers)
+        return len(peers) == len(wait.peers) > 0 if wait.any_of else bool(peers)
+
+    def _find_shortest_cycle(self, start: int, stuck: set[int]) -> list[int]:
+        paths: deque[Sequence[int]] = deque([[start]])
+        seen: set[int] = set()
+        while paths:
+            path = paths.popleft()
+            for peer in sorted(stuck.intersection(self.waits[path[-1]].peers)):
+                if peer == start:
+                    first = path.index(min(path))
+                    return [*path[first:], *path[:first]]
+                if peer not in seen:
+                    seen.add(peer)
+                    paths.append([*path, peer])
+        return []
+
     # The moment.
 
     def _find_failures(self) -> dict[int, FailedOperation]:
@@ -251,11 +331,9 @@ class WaitForGraph:
                 for o in rank.history
                 if o.outcome != "ok" and o.end and not _is_cut_by_own_exit(rank, o)
             ]
-            last = max(
-                failed, key=lambda operation: (operation.end, operation.number), default=None
-            )
-            if last is None:
+            if not failed:
                 continue
+            last = max(failed, key=lambda operation: (operation.end, operation.number))
             if _has_continued(rank, last):
                 self.recovered = True
             else:
@@ -272,55 +350,42 @@ class WaitForGraph:
         if failure.outcome == "interrupted":  # this rank, or a rank that notified it
             pressed = any(status.reason == "interrupted" for status in self.exits.values())
             return pressed or self.exits[failure.rank.rank].is_external
-        ended = [
-            status.time for status in self.exits.values() if status.is_external and status.time
-        ]
+        external = {n: status for n, status in self.exits.items() if status.is_external}
+        ended = [status.time for status in external.values() if status.time]
         if ended and failure.operation.end < min(ended) - _SLACK:
             return False  # long before any rank was ended
-        if failure.outcome == "aborted":
-            return self._is_aborted_from_outside(failure)
-        members = self.get_group_ranks(get_group(failure.rank, failure.operation)).values()
-        exits = {n: self.exits[n] for n in members if n in self.exits and n != failure.rank.rank}
-        own = [status for number, status in exits.items() if number not in self.failures]
-        lost = any(
-            status.is_own_failure or status.reason in ("completed", "left") for status in own
-        )
-        return not lost and any(status.is_external for status in exits.values())
-
-    def _is_aborted_from_outside(self, failure: FailedOperation) -> bool:
-        """Return whether a group was aborted because one of its ranks was ended from outside."""
-        group = get_group(failure.rank, failure.operation)
-        ended = [number for number, status in self.exits.items() if status.is_external]
-        known = (
-            [self.find_group_record(number, group) for number in ended] if group is not None else []
-        )
-        return any(
-            own is not None and own.abort_reason.startswith(RANK_EXIT_PREFIXES) for own in known
-        )
+        if failure.outcome == "aborted":  # because a rank of the group was ended from outside
+            records = [self.find_group_record(number, failure.group) for number in external]
+            return any(
+                own is not None and own.abort_reason.startswith(RANK_EXIT_PREFIXES)
+                for own in records
+            )
+        others = {*self.get_group_ranks(failure.group).values()} & {*self.exits}
+        others.discard(failure.rank.rank)
+        own = [self.exits[number] for number in others if number not in self.failures]
+        is_lost = any(status.is_own_failure or status.has_finished for status in own)
+        return not is_lost and not others.isdisjoint(external)
 
     def _find_moment(self) -> int:
         if self.first_failure is not None:
             return self.first_failure.operation.end
         if self.is_running:
             return self.job.now
-        exits = [status for status in self.exits.values() if status.time and status.is_own_failure]
-        exits = exits or [
-            status for status in self.exits.values() if status.time and status.is_external
-        ]
+        ended = [status for status in self.exits.values() if status.time]
+        exits = [status.time for status in ended if status.is_own_failure]
+        exits = exits or [status.time for status in ended if status.is_external]
         # Operations that were cut short by this were under way until then.
         cut = [failure.operation.end for failure in self.failures.values()]
         signs = [get_last_record_time(rank) for rank in self.job.ranks]
-        return min(
-            [*cut, *(status.time for status in exits)], default=max(signs, default=self.job.now)
-        )
+        return min([*cut, *exits], default=max(signs, default=self.job.now))
 
     # The graph.
 
     def _count_collectives(self) -> dict[tuple[int, int], int]:
         counts: dict[tuple[int, int], int] = {}
         for number, rank in self.ranks.items():
-            for operation in chain(rank.history, rank.open):
-                group = get_group(rank, operation)
+            for operation in rank.records:
+                group = rank.get_group(operation)
                 if group is None or operation.is_message or operation.begin > self.moment:
                     continue
                 key = (number, group.identity)
@@ -331,8 +396,8 @@ class WaitForGraph:
 
     def _find_current_operation(self, number: int) -> Operation | None:
         rank = self.ranks[number]
-        cut = (o for o in rank.history if o.begin <= self.moment <= o.end)
-        candidates = [o for o in chain(rank.open, cut) if o.is_blocking and o.begin <= self.moment]
+        cut = (o for o in rank.history if self.moment <= o.end)
+        candidates = [o for o in (*rank.open, *cut) if o.is_blocking and o.begin <= self.moment]
         if rank.ending == "failed" and rank.ended <= self.moment:
             # The main thread raised, so it was not blocked by operations of other threads.
             candidates = [operation for operation in candidates if not operation.thread]
@@ -343,46 +408,40 @@ class WaitForGraph:
         if operation is None:
             return None
         any_of = operation.is_message and operation.peer < 0
-        peers = tuple(sorted(set(self._peers(number, operation)) - {number}))
+        peers = tuple(sorted(set(self._find_peers(number, operation)) - {number}))
         return Wait(number, operation, peers, any_of)
 
-    def _peers(self, number: int, operation: Operation) -> Iterator[int]:
-        """Yield the ranks that an operation under way still waits for."""
-        group = get_group(self.ranks[number], operation)
+    def _find_peers(self, number: int, operation: Operation) -> Iterable[int]:
+        """Return the ranks that an operation under way still waits for."""
+        group = self.ranks[number].get_group(operation)
         if operation.kind == "join":
-            yield from self._absent(group)
-        elif operation.is_message and operation.peer < 0:
-            yield from self.get_group_ranks(group).values()
-        else:
-            late = [] if operation.is_message else self._late(group, operation)
-            place = operation.peer if operation.is_message else operation.waiting_for
-            single = self.get_global_rank(group, place)
-            yield from late or (self._unreadable() if single is None else [single])
+            return self._find_absent(group)
+        if operation.is_message and operation.peer < 0:
+            return self.get_group_ranks(group).values()
+        if not operation.is_message and (late := [*self._find_late(group, operation)]):
+            return late
+        place = operation.peer if operation.is_message else operation.waiting_for
+        single = self.get_global_rank(group, place)
+        unreadable = [number for number, rank in self.ranks.items() if rank.problem]
+        return unreadable if single is None else [single]
 
-    def _unreadable(self) -> list[int]:
-        return [number for number, rank in self.ranks.items() if rank.problem]
+    def _find_late(self, group: Group | None, operation: Operation) -> Iterator[int]:
+        """Yield the members of a group that had not reached a collective."""
+        for number in self.get_group_ranks(group).values():
+            if group is not None and self.count_collectives(number, group) < operation.sequence:
+                yield number
 
-    def _late(self, group: Group | None, operation: Operation) -> list[int]:
-        """Return the members of a group that had not reached a collective."""
-        return [
-            number
-            for number in self.get_group_ranks(group).values()
-            if group is not None
-            and number in self.ranks
-            and self.count_collectives(number, group) < operation.sequence
-        ]
-
-    def _absent(self, group: Group | None) -> list[int]:
+    def _find_absent(self, group: Group | None) -> list[int]:
         """Return the ranks that had not begun to join a new group."""
         if group is None:  # the rank's table of groups was full
             return [n for n, rank in self.ranks.items() if not rank.opened and not rank.problem]
         members = group.members or (self.ranks if group.size == len(self.ranks) else ())
-        return [n for n in members if n in self.ranks and not self._came(self.ranks[n], group)]
+        return [n for n in members if n in self.ranks and not self._has_come(self.ranks[n], group)]
 
-    def _came(self, rank: Rank, group: Group) -> bool:
+    def _has_come(self, rank: Rank, group: Group) -> bool:
         """Return whether a rank had begun to join a group by the moment."""
-        for operation in chain(rank.history, rank.open):
-            own = get_group(rank, operation) if operation.kind == "join" else None
+        for operation in rank.records:
+            own = rank.get_group(operation) if operation.kind == "join" else None
             if own is not None and own.name == group.name and own.size == group.size:
                 over = operation.outcome != "ok" and operation.end < self.moment
                 if operation.begin <= self.moment and not over:
@@ -396,8 +455,7 @@ def _has_continued(rank: Rank, failed: Operation) -> bool:
     """Return whether a rank began other operations after one had failed."""
     if get_phalanx_error(rank):
         return False
-    good = (o for o in chain(rank.history, rank.open) if o.outcome == "ok")
-    return any(operation.begin > failed.end for operation in good)
+    return any(o.outcome == "ok" and o.begin > failed.end for o in rank.records)
 
 
 def _is_cut_by_own_exit(rank: Rank, operation: Operation) -> bool:
@@ -405,7 +463,7 @@ def _is_cut_by_own_exit(rank: Rank, operation: Operation) -> bool:
 
     The group's thread may be in an operation when the main thread raises or leaves.
     """
-    group = get_group(rank, operation)
+    group = rank.get_group(operation)
     if operation.outcome not in _LOSSES or get_phalanx_error(rank):
         return False
     if group is not None and operation.waiting_for == group.rank:  # its own loss
@@ -423,21 +481,3 @@ def _find_streak_start(rank: Rank, failed: list[Operation]) -> Operation:
     since = max(good, default=0)
     streak = [operation for operation in failed if operation.end > since] or failed
     return min(streak, key=lambda operation: (operation.end, operation.number))
-
-
-def _map_group_ranks(job: Job) -> dict[int, dict[int, int]]:
-    """Return the ranks of each group by its identity.
-
-    A rank's own record of its number takes precedence over the records of other ranks.
-    """
-    found: dict[int, dict[int, int]] = {}
-    numbers = {rank.rank for rank in job.ranks}
-    formed = [(rank, group) for rank in job.ranks for group in rank.groups if group.identity]
-    for rank, group in formed:
-        found.setdefault(group.identity, {}).setdefault(group.rank, rank.rank)
-    for _, group in formed:
-        whole = sorted(numbers) if group.size == len(numbers) else ()
-        for place, number in enumerate(group.members or whole):
-            if number in numbers:
-                found[group.identity].setdefault(place, number)
-    return found

@@ -7,7 +7,7 @@ and ranks without a line of their own are counted in lines that describe their s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -15,7 +15,6 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.observe.diagnosis import WaitForGraph
 from phalanx.observe.diagnosis.formatting import (
     describe_other_jobs,
     format_call_site,
@@ -24,11 +23,11 @@ from phalanx.observe.diagnosis.formatting import (
 )
 from phalanx.observe.diagnosis.pending_calls import format_call_lines
 from phalanx.observe.escape import escape
-from phalanx.observe.wait_time import is_inactive
+from phalanx.observe.wait_for_graph import WaitForGraph
 
 if TYPE_CHECKING:
     from phalanx.observe.model import Job, Operation
-    from phalanx.observe.watch.view import Activity, Row, View
+    from phalanx.observe.watch import Activity, Row, View
 
 __all__ = ["Fold", "describe_activity", "describe_balance", "fold", "render"]
 
@@ -107,16 +106,16 @@ def fold(view: View, room: int | None) -> tuple[list[Row], list[Fold]]:
 
 def describe_balance(job: Job, view: View) -> Text:
     """Describe in a sentence or two the rank that delays others."""
-    straggler = view.straggler
     text = ""
-    if straggler is not None:
+    if (straggler := view.straggler) is not None:
         row = next(row for row in view.rows if row.rank == straggler.rank)
         many = len(straggler.waiting)
         waiters = f"rank {straggler.waiting[0]} waits" if many == 1 else f"{many} ranks wait"
+        state = f"{row.state}, " if row.is_abnormal else ""
         text = (
-            f"Rank {row.rank} delays the others: {waiters} for it {straggler.share:.0%} of the time"
+            f"Rank {row.rank} delays the others: {waiters} for it {straggler.share:.0%} of the "
+            f"time ({state}{describe_activity(row)})."
         )
-        text += f" ({_format_state(row)}{describe_activity(row)})."
     if view.balance == "straggler":
         return Text(text, style="bold yellow")
     if view.balance == "stuck":
@@ -139,43 +138,22 @@ def describe_activity(row: Row) -> str:
     if row.exit_status.reason == "absent":
         return "left no trace"
     note = [f'"{escape(row.note, _NOTE)}"'] if row.note else []
-    if is_inactive(row.exit_status):
-        return ", ".join([_describe_last_operation(activity), *note])
+    operation, details = activity.operation, _format_details(activity)
+    shown = "no operation" if operation is None else _format_operation(activity, operation)
+    seconds = activity.seconds
+    duration = "< 0.1 s" if seconds < 0.05 else format_duration(int(seconds * 1e9))
+    after = [f"after {shown}"] if operation is not None else []
+    if not row.is_alive:
+        last = [f"was in {shown}", duration, *details] if activity.under_way else after or [shown]
+        return ", ".join([*last, *note])
     if activity.under_way:
         peer = [f"waits for {activity.waits_for}"] if activity.waits_for >= 0 else []
-        parts = [
-            _format_operation(activity),
-            *peer,
-            _format_duration(activity.seconds),
-            *note,
-            *_format_details(activity),
-        ]
+        parts = [shown, *peer, duration, *note, *details]
     else:
-        parts = ["own code", _format_duration(activity.seconds), *note]
-        parts += [f"after {_format_operation(activity)}"] if activity.operation else []
-    parts += (
-        [f"{activity.num_other_operations} more under way"] if activity.num_other_operations else []
-    )
+        parts = ["own code", duration, *note, *after]
+    if activity.num_other_operations:
+        parts.append(f"{activity.num_other_operations} more under way")
     return ", ".join(parts)
-
-
-def _describe_last_operation(activity: Activity) -> str:
-    """Describe the last operation of a rank that has ended."""
-    if activity.operation is None:
-        return "no operation"
-    if not activity.under_way:
-        return f"after {_format_operation(activity)}"
-    return ", ".join(
-        [
-            f"was in {_format_operation(activity)}",
-            _format_duration(activity.seconds),
-            *_format_details(activity),
-        ]
-    )
-
-
-def _format_duration(seconds: float) -> str:
-    return "< 0.1 s" if seconds < 0.05 else format_duration(int(seconds * 1e9))
 
 
 def _has_priority(row: Row, view: View) -> bool:
@@ -241,59 +219,49 @@ def _build_notes(job: Job, view: View) -> list[Text]:
 
 
 def _build_table(view: View, rows: Sequence[Row], width: int, wrap: bool) -> Table:
-    columns: list[tuple[str, Callable[[Row], str]]] = [("rank", lambda row: str(row.rank))]
-    if view.has_steps:
-        columns += [("step", _format_step), ("steps/s", _format_step_rate), ("loss", _format_loss)]
-    else:
-        columns += [("ops/s", lambda row: _format_rate(row.operations))]
-        columns += [("loss", _format_loss)] if view.has_reports else []
-    columns += [("waiting", _format_waiting), ("memory", _format_memory)]
+    names = ["rank", *(("step", "steps/s") if view.has_steps else ("ops/s",))]
+    names += ["loss"] if view.has_reports else []
+    names += ["waiting", "memory"]
     if width >= _WIDE or any(row.is_abnormal or not row.is_alive for row in view.rows):
-        columns.append(("process", lambda row: row.state))
+        names.append("process")
     gap = 1 if width < _WIDE else 2
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False)
-    cells = [[value(row) for _, value in columns] for row in rows]
+    cells = [_format_cells(row) for row in rows]
     left = width
-    for number, (name, _) in enumerate(columns):
-        wide = max(len(name), *(len(line[number]) for line in cells), 0)
+    for name in names:
+        wide = max(len(name), *(len(line[name]) for line in cells), 0)
         left -= wide + gap
         justify: Literal["left", "right"] = "left" if name == "process" else "right"
         table.add_column(name, justify=justify, no_wrap=True, min_width=wide)
+    overflow: Literal["fold", "ellipsis"] = "fold" if wrap else "ellipsis"
     last = max(left, _NARROWEST)
-    table.add_column(
-        "activity", no_wrap=not wrap, overflow="fold" if wrap else "ellipsis", max_width=last
-    )
+    table.add_column("activity", no_wrap=not wrap, overflow=overflow, max_width=last)
     for row, line in zip(rows, cells, strict=True):
-        table.add_row(
-            *map(Text, line), Text(describe_activity(row)), style=_choose_style(row, view)
-        )
+        texts = [*(line[name] for name in names), describe_activity(row)]
+        table.add_row(*map(Text, texts), style=_choose_style(row, view))
     return table
 
 
+def _format_cells(row: Row) -> dict[str, str]:
+    return {
+        "rank": str(row.rank),
+        "step": _NO_VALUE if row.step is None else str(row.step),
+        "steps/s": _NO_VALUE if row.steps is None else _format_rate(row.steps),
+        "ops/s": _format_rate(row.operations),
+        "loss": _NO_VALUE if row.loss is None else f"{row.loss:.4g}",
+        "waiting": _format_waiting(row),
+        "memory": _format_memory(row),
+        "process": row.state,
+    }
+
+
 def _choose_style(row: Row, view: View) -> str:
-    if (
-        row.exit_status.is_own_failure
-        or row.exit_status.reason == "absent"
-        or row.state == "stopped"
-    ):
+    status = row.exit_status
+    if status.is_own_failure or status.reason == "absent" or row.state == "stopped":
         return "red"
     if view.straggler is not None and view.straggler.rank == row.rank:
         return "yellow"
     return "" if row.is_alive else "dim"
-
-
-def _format_step(row: Row) -> str:
-    return _NO_VALUE if row.step is None else str(row.step)
-
-
-def _format_step_rate(row: Row) -> str:
-    return _NO_VALUE if row.steps is None else _format_rate(row.steps)
-
-
-def _format_loss(row: Row) -> str:
-    if row.loss is None:
-        return _NO_VALUE
-    return f"{row.loss:.4g}"
 
 
 def _format_rate(value: float) -> str:
@@ -327,15 +295,8 @@ def _format_memory(row: Row) -> str:
     return f"{size:.0f} MiB" if size < 1000 else f"{size / 1024:.1f} GiB"
 
 
-def _format_state(row: Row) -> str:
-    return f"{row.state}, " if row.is_abnormal else ""
-
-
-def _format_operation(activity: Activity) -> str:
+def _format_operation(activity: Activity, operation: Operation) -> str:
     """Describe an operation with its peer and its call site."""
-    operation = activity.operation
-    if operation is None:
-        return "nothing"
     text = escape(operation.kind, 40)
     if operation.kind in (*_FROM, *_TO):
         way = "from" if operation.kind in _FROM else "to"
@@ -350,11 +311,8 @@ def _format_details(activity: Activity) -> list[str]:
     if operation is None:
         return []
     parts = [f"tag {operation.sequence}" if operation.is_message else f"#{operation.sequence}"]
-    parts += [_format_shape(operation)] if operation.dtype else []
+    if operation.dtype:
+        reduction = f" {escape(operation.op, 20)}" if operation.op else ""
+        parts.append(f"{escape(operation.dtype, 20)}[{operation.count}]{reduction}")
     parts += [f"in {escape(activity.group, 40)}"] if activity.group else []
     return parts
-
-
-def _format_shape(operation: Operation) -> str:
-    reduction = f" {escape(operation.op, 20)}" if operation.op else ""
-    return f"{escape(operation.dtype, 20)}[{operation.count}]{reduction}"

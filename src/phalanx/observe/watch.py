@@ -1,6 +1,7 @@
 """The current activity of the ranks of a job, and their waits, for `phalanx watch`.
 
-The functions here are pure functions of one reading of the job. Shares of waiting refer to the last
+`watch_table` renders it; reading the job and refreshing the view are left to the command. The
+functions here are pure functions of one reading of the job. Shares of waiting refer to the last
 seconds (`WINDOW`) and are computed from the operations that ended in them and those under way. If
 the history of a rank covers less time, they refer to that time.
 """
@@ -10,20 +11,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from phalanx.observe.diagnosis.exit_reasons import ExitStatus, determine_exit
-from phalanx.observe.diagnosis.formatting import get_last_step
-from phalanx.observe.model import get_group
-from phalanx.observe.wait_time import (
-    GroupRanks,
-    find_covered_begin,
-    get_global_rank,
-    is_inactive,
-    map_group_ranks,
-    measure_wait_time,
-)
+from phalanx.observe.exit_reasons import ExitStatus, determine_exit
+from phalanx.observe.wait_time import find_covered_begin, measure_wait_time
 from phalanx.system.signals import signal_name
 
 if TYPE_CHECKING:
@@ -118,16 +110,14 @@ class Row:
     @property
     def is_alive(self) -> bool:
         """Return whether the rank is still active."""
-        return not is_inactive(self.exit_status)
+        return not self.exit_status.is_inactive
 
     @property
     def is_abnormal(self) -> bool:
         """Return whether the rank needs the user's attention."""
-        has_failed = self.exit_status.is_own_failure or self.exit_status.reason in (
-            "absent",
-            "left",
-        )
-        return has_failed or bool(self.problem) or self.state in ("stopped", "disk")
+        status = self.exit_status
+        is_lost = status.is_own_failure or status.reason in ("absent", "left")
+        return is_lost or bool(self.problem) or self.state in ("stopped", "disk")
 
 
 @dataclass(frozen=True)
@@ -181,8 +171,7 @@ def get_history_length(ranks: int) -> int:
 
 def build_view(job: Job, window: float = WINDOW) -> View:
     """Evaluate a job over the last `window` seconds before it was read."""
-    group_ranks = map_group_ranks(job)
-    rows = tuple(_build_row(rank, job, group_ranks, int(window * 1e9)) for rank in job.ranks)
+    rows = tuple(_build_row(rank, job, int(window * 1e9)) for rank in job.ranks)
     alive = [row for row in rows if row.is_alive and row.waiting is not None]
     max_share = max((row.waiting or 0.0 for row in alive), default=0.0)
     straggler = _find_straggler(rows, alive)
@@ -193,17 +182,21 @@ def get_outcome(job: Job) -> tuple[bool, str] | None:
     """Return whether a job ended well, and a description; None while it runs or has not begun.
 
     A job has ended if its launcher recorded an exit code, or if none of its processes is alive.
+    Between two attempts no rank is alive, but the launcher is.
     """
     if job.code is not None:
         if job.code == 0:
             return True, "completed"
         return False, f"failed with exit code {job.code}"
-    if job.running or not any(rank.pid for rank in job.ranks):
+    has_launcher = job.launcher > 0 and not job.launcher_lost
+    if has_launcher or job.running or not any(rank.pid for rank in job.ranks):
         return None
     exits = [(rank, determine_exit(rank, job)) for rank in job.ranks]
     for rank, status in exits:
         if status.is_own_failure:
-            return False, f"failed: rank {rank.rank} (pid {rank.pid}) {_describe_exit(status)}"
+            labels = {"failed": "raised an exception", "vanished": "disappeared"}
+            how = f"{'was ' if status.reason == 'killed' else ''}{status.describe(labels)}"
+            return False, f"failed: rank {rank.rank} (pid {rank.pid}) {how}"
     if any(status.reason == "interrupted" for _, status in exits):
         return False, "was interrupted"
     return True, "ended: all its processes have exited"
@@ -236,8 +229,7 @@ def as_json(job: Job, view: View) -> dict[str, Any]:
 
 
 def _row_as_json(row: Row) -> dict[str, Any]:
-    loss = row.loss
-    activity = row.activity
+    loss, activity = row.loss, row.activity
     return {
         "rank": row.rank,
         "pid": row.pid,
@@ -261,49 +253,32 @@ def _row_as_json(row: Row) -> dict[str, Any]:
     }
 
 
-def _describe_exit(status: ExitStatus) -> str:
-    if status.reason == "killed" and status.code is not None:
-        return f"was killed by {signal_name(-status.code)}"
-    if status.reason == "exited":
-        return f"exited with code {status.code}"
-    return "raised an exception" if status.reason == "failed" else "disappeared"
-
-
-def _build_row(rank: Rank, job: Job, group_ranks: GroupRanks, window: int) -> Row:
-    status = determine_exit(rank, job)
+def _build_row(rank: Rank, job: Job, window: int) -> Row:
+    status, process = determine_exit(rank, job), rank.process
     begin = find_covered_begin(rank, job.now - window)
     span = max(job.now - begin, 1)
-    waits: dict[int, float] = {}
-    can_wait = rank.opened > 0 and not is_inactive(status) and not _is_stopped(rank)
-    if can_wait:
-        waits = {
-            peer: part / span
-            for peer, part in measure_wait_time(rank, group_ranks, begin, job.now).items()
-        }
-    process = rank.process
+    is_stopped = process is not None and process.state == "stopped"
+    can_wait = rank.opened > 0 and not status.is_inactive and not is_stopped
+    times = measure_wait_time(job, rank, begin) if can_wait else {}
+    waits = {peer: part / span for peer, part in times.items()}
+    losses = [report.loss for report in rank.reports if report.loss is not None]
     return Row(
         rank=rank.rank,
         pid=rank.pid,
         state=_describe_state(rank, status),
         exit_status=status,
-        step=get_last_step(rank),
-        steps=None if is_inactive(status) else _measure_step_rate(rank.reports, job.now, window),
-        loss=_get_last_loss(rank.reports),
+        step=rank.last_step,
+        steps=None if status.is_inactive else _measure_step_rate(rank.reports, job.now, window),
+        loss=losses[-1] if losses else None,
         note=rank.note,
         operations=sum(op.end > begin for op in rank.history) * 1e9 / span,
         waiting=min(sum(waits.values()), 1.0) if can_wait else None,
         waits_for=max(waits, key=lambda peer: (waits[peer], -peer), default=-1),
         waits=waits,
         memory=process.memory if process is not None and not rank.is_gone else None,
-        activity=_find_activity(
-            rank, (status.time or job.now) if is_inactive(status) else job.now, group_ranks
-        ),
+        activity=_find_activity(rank, job, (status.is_inactive and status.time) or job.now),
         problem=rank.problem,
     )
-
-
-def _is_stopped(rank: Rank) -> bool:
-    return rank.process is not None and rank.process.state == "stopped"
 
 
 def _describe_state(rank: Rank, status: ExitStatus) -> str:
@@ -311,7 +286,7 @@ def _describe_state(rank: Rank, status: ExitStatus) -> str:
         return signal_name(-status.code)
     if status.reason == "exited":
         return f"exit {status.code}"
-    if is_inactive(status) or status.reason == "other_host":
+    if status.is_inactive or status.reason == "other_host" or rank.process is None:
         labels = {
             "completed": "ended",
             "vanished": "disappeared",
@@ -319,11 +294,7 @@ def _describe_state(rank: Rank, status: ExitStatus) -> str:
             "other_host": "on another host",
         }
         return labels.get(status.reason, status.reason)
-    return rank.process.state if rank.process is not None else status.reason
-
-
-def _get_last_loss(reports: Sequence[Report]) -> float | None:
-    return next((each.loss for each in reversed(reports) if each.loss is not None), None)
+    return rank.process.state
 
 
 def _measure_step_rate(reports: Sequence[Report], now: int, window: int) -> float | None:
@@ -334,10 +305,9 @@ def _measure_step_rate(reports: Sequence[Report], now: int, window: int) -> floa
     steps = [report for report in reports if report.step >= 0]
     recent = [report for report in steps if report.time >= now - window]
     recent = steps[-2:] if len(recent) < 2 else recent
-    for i in range(len(recent) - 1, 0, -1):
-        if recent[i - 1].step > recent[i].step:  # steps were reset, as in each epoch
-            recent = recent[i:]
-            break
+    # Steps may be reset, as in each epoch.
+    resets = [i for i in range(1, len(recent)) if recent[i - 1].step > recent[i].step]
+    recent = recent[resets[-1] :] if resets else recent
     if len(recent) < 2:
         return None
     first, last = recent[0], recent[-1]
@@ -347,27 +317,26 @@ def _measure_step_rate(reports: Sequence[Report], now: int, window: int) -> floa
     return (last.step - first.step) * 1e9 / span if span > 0 else None
 
 
-def _find_activity(rank: Rank, now: int, group_ranks: GroupRanks) -> Activity:
-    current = min(
-        (operation for operation in rank.open if operation.is_blocking),
-        key=_get_importance,
-        default=None,
-    )
+def _find_activity(rank: Rank, job: Job, now: int) -> Activity:
+    blocking = [operation for operation in rank.open if operation.is_blocking]
+    current = min(blocking, key=_get_importance, default=None)
     posted = [operation.begin for operation in rank.open if operation is not current]
     shown = current or rank.last
+    if current is not None:
+        since = current.begin
+    else:
+        since = max([shown.end if shown is not None else rank.opened, *posted])
+    activity = Activity(seconds=max(now - since, 0) / 1e9, num_other_operations=len(posted))
     if shown is None:
-        since = max([rank.opened, *posted])
-        return Activity(seconds=max(now - since, 0) / 1e9, num_other_operations=len(posted))
-    group = get_group(rank, shown) if len(rank.groups) > 1 else None
-    since = current.begin if current else max([shown.end, *posted])
-    return Activity(
+        return activity
+    group = rank.get_group(shown) if len(rank.groups) > 1 else None
+    return replace(
+        activity,
         operation=shown,
         under_way=current is not None,
         group=group.name if group else "",
-        peer=get_global_rank(rank, shown, shown.peer, group_ranks),
-        seconds=max(now - since, 0) / 1e9,
-        waits_for=get_global_rank(rank, shown, shown.waiting_for, group_ranks) if current else -1,
-        num_other_operations=len(posted),
+        peer=job.find_rank(rank, shown, shown.peer),
+        waits_for=job.find_rank(rank, shown, shown.waiting_for) if current else -1,
     )
 
 

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from phalanx.observe.exception_hook import CAUSED_BY
+from phalanx.system.signals import signal_name
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from phalanx.observe.model import Job, Rank
 
 __all__ = [
@@ -47,6 +50,8 @@ _SEEN_BY_PEERS = re.compile(
     r"\(pid (\d{1,9})\) (?:was killed by (\w{3,12})|exited with code (\d{1,3}))"
 )
 
+_SIGNAL_CODES = {name: -int(number) for name, number in signal.Signals.__members__.items()}
+
 
 @dataclass(frozen=True)
 class ExitStatus:
@@ -68,6 +73,24 @@ class ExitStatus:
         return self.reason in ("failed", "killed", "exited", "vanished")
 
     @property
+    def has_finished(self) -> bool:
+        """Return whether the rank completed its script or left all its groups."""
+        return self.reason in ("completed", "left")
+
+    @property
+    def is_inactive(self) -> bool:
+        """Return whether the rank takes part in no operations any more, or never did."""
+        return self.reason not in ("alive", "left", "other_host")
+
+    def describe(self, labels: Mapping[str, str]) -> str:
+        """Describe the end: "killed by SIGKILL", "exited with code 1", else the reason's label."""
+        if self.reason == "killed" and self.code is not None:
+            return f"killed by {signal_name(-self.code)}"
+        if self.reason == "exited":
+            return f"exited with code {self.code}"
+        return labels.get(self.reason, self.reason)
+
+    @property
     def is_external(self) -> bool:
         """Return whether its launcher or an interruption ended the rank."""
         return self.reason in ("launcher", "interrupted")
@@ -77,19 +100,20 @@ def determine_exit(rank: Rank, job: Job) -> ExitStatus:
     """Determine how a rank of a job ended, or whether it is alive."""
     if not rank.opened and not rank.pid:
         return ExitStatus("absent")
-    code = _get_logged_code(rank)
+    logged = rank.start.code if rank.start is not None else None
+    code = logged
     if code is None and rank.is_gone:
         code = _find_code_seen_by_peers(rank.pid, job)
-    time = rank.ended or _get_logged_end(rank, job)
+    logged_end = _get_logged_end(rank, job)
+    time = rank.ended or logged_end
     if rank.ending == "failed":
         interrupted = rank.exception.startswith("KeyboardInterrupt")
         return ExitStatus("interrupted" if interrupted else "failed", time, code)
     if rank.start is not None and rank.start.stopped:
-        return ExitStatus("launcher", _get_logged_end(rank, job) or time, code)
-    if job.launcher_lost and rank.is_gone and not rank.ending and _get_logged_code(rank) is None:
-        return ExitStatus(
-            "launcher", time, -int(signal.SIGKILL)
-        )  # by the kernel, when the launcher ended
+        return ExitStatus("launcher", logged_end or time, code)
+    if job.launcher_lost and rank.is_gone and not rank.ending and logged is None:
+        # By the kernel, when the launcher ended.
+        return ExitStatus("launcher", time, -int(signal.SIGKILL))
     if code is not None:
         return ExitStatus("killed" if code < 0 else "exited" if code else "completed", time, code)
     if rank.is_gone:
@@ -112,10 +136,8 @@ def parse_phalanx_error(text: str) -> str:
     return found[1] if found else ""
 
 
-def get_clock_offset(job: Job, rank: Rank | None = None) -> int:
+def get_clock_offset(job: Job) -> int:
     """Return a recorded difference of Unix and monotonic time in nanoseconds; 0 if none was."""
-    if rank is not None and rank.clock:
-        return rank.clock
     return next((other.clock for other in job.ranks if other.clock), 0)
 
 
@@ -130,17 +152,9 @@ def to_monotonic(job: Job, unix: float) -> int:
 
 def get_last_record_time(rank: Rank) -> int:
     """Return the time of a rank's last record in its flight recorder (monotonic ns)."""
-    operations = (*rank.history, *rank.open)
-    return max(
-        rank.opened,
-        rank.ended,
-        max((max(operation.begin, operation.end) for operation in operations), default=0),
-        max((report.time for report in rank.reports), default=0),
-    )
-
-
-def _get_logged_code(rank: Rank) -> int | None:
-    return rank.start.code if rank.start is not None else None
+    operations = (max(operation.begin, operation.end) for operation in rank.records)
+    reports = (report.time for report in rank.reports)
+    return max((rank.opened, rank.ended, *operations, *reports))
 
 
 def _get_logged_end(rank: Rank, job: Job) -> int:
@@ -157,10 +171,5 @@ def _find_code_seen_by_peers(pid: int, job: Job) -> int | None:
     for rank in job.ranks:
         for its_pid, killed, exited in _SEEN_BY_PEERS.findall(rank.exception):
             if int(its_pid) == pid and rank.pid != pid:
-                return int(exited) if exited else _parse_signal_code(killed)
+                return int(exited) if exited else _SIGNAL_CODES.get(killed)
     return None
-
-
-def _parse_signal_code(name: str) -> int | None:
-    number = signal.Signals.__members__.get(name)
-    return None if number is None else -int(number)
