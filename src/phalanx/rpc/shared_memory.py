@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from phalanx._native import LeaseSegment, LeaseSegmentView
+from phalanx._native import MAX_BLOCKS, LeaseSegment, LeaseSegmentView
 from phalanx.errors import PhalanxError
 from phalanx.rpc.message import DTYPES, TensorDescriptor, TensorLocation
 
@@ -202,7 +202,7 @@ class ShmSender:
         """
         with self._lock:
             for segment in self._all():
-                if segment.number == number and 0 <= block < _native.MAX_BLOCKS:
+                if segment.number == number and 0 <= block < MAX_BLOCKS:
                     segment.take_back(block, holder)
 
     @property
@@ -231,7 +231,7 @@ class ShmSender:
         return self._lease(size, peer)
 
     def _new(self, block_size: int) -> LeaseSegment:
-        count = max(1, min(_native.MAX_BLOCKS, _SEGMENT // block_size))
+        count = max(1, min(MAX_BLOCKS, _SEGMENT // block_size))
         segment = LeaseSegment.create(self._numbers, block_size, count, self.nonce)
         self._numbers += 1
         self._segments.setdefault(block_size, []).append(segment)
