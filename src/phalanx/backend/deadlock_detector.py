@@ -21,20 +21,14 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
-from phalanx.backend.peer_state import (
-    Record,
-    abort_reason,
-    find_group_record,
-    format_site,
-    is_in_group,
-)
+from phalanx.backend.peer_state import abort_reason, format_site, read_rank
 from phalanx.observe.escape import escape
-from phalanx.observe.recorder_reader import parse_rank_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from phalanx import _native
+    from phalanx.observe.model import Operation, Rank
 
 _HISTORY = 64
 _MAX_CYCLE_LENGTH = 16
@@ -97,66 +91,65 @@ def propagate_deadlock(broken: _native.Group, groups: Iterable[_native.Group]) -
     status = broken.failure()
     if status is None or status.code != "deadlock":
         return
-    own_recorder = broken.flight_recorder(broken.rank, _HISTORY)
-    if own_recorder is None or _has_other_threads(own_recorder):
+    own = read_rank(broken, broken.rank, _HISTORY)
+    if own is None or _has_other_threads(own):
         return
     # In a group of several hosts the status has the reason, on one host the reporter's recorder.
     reason = getattr(status, "message", "") or abort_reason(broken, status.reporter)
-    recorders: dict[int, Record | None] = {}
+    ranks_by_pid: dict[int, Rank | None] = {}
     for group in groups:
-        peer = None if group.failure() else _find_waiting_peer(own_recorder, group, recorders)
+        peer = None if group.failure() else _find_waiting_peer(own, group, ranks_by_pid)
         if peer is not None:
             group.abort_deadlock(peer, reason)
 
 
 def running_collective(native: _native.Group) -> int:
     """Return the number of the collective that the group's thread is in; 0 if there is none."""
-    recorder = native.flight_recorder(native.rank, 0)
-    if recorder is not None:
-        for operation in _group_thread_operations(recorder):
-            if is_in_group(recorder, operation, native.identity):
-                return int(operation["number"])
+    own = read_rank(native, native.rank, 0)
+    for operation in _group_thread_operations(own) if own else ():
+        if own and own.is_in(operation, native.identity):
+            return operation.number
     return 0
 
 
 def _find_waiting_peer(
-    own_recorder: Record, group: _native.Group, recorders: dict[int, Record | None]
+    own: Rank, group: _native.Group, ranks_by_pid: dict[int, Rank | None]
 ) -> int | None:
     """Return a rank of the group that waits there in an operation that this rank has not entered.
 
     Returns None if there is no such rank.
     """
-    group_record = find_group_record(own_recorder, group.identity)
-    for peer in range(group_record["size"] if group_record else 0):
-        if peer == group.rank:
+    own_group = own.find_group(group.identity)
+    for number in range(own_group.size if own_group else 0):
+        if number == group.rank:
             continue
-        pid = group.pid(peer)
-        if recorders.get(pid) is None:  # recorders of other hosts cannot be read
-            recorders[pid] = group.flight_recorder(peer, _HISTORY)
-        recorder = recorders[pid]
-        wait = _blocking_collective(recorder) if recorder else None
+        pid = group.pid(number)
+        if ranks_by_pid.get(pid) is None:  # recorders of other hosts cannot be read
+            ranks_by_pid[pid] = read_rank(group, number, _HISTORY)
+        peer = ranks_by_pid[pid]
+        operation = _blocking_collective(peer) if peer else None
         if (
-            recorder
-            and wait
-            and is_in_group(recorder, wait, group.identity)
-            and _has_not_entered(own_recorder, group.identity, wait["sequence"])
+            peer
+            and operation
+            and peer.is_in(operation, group.identity)
+            and _has_not_entered(own, group.identity, operation.sequence)
         ):
-            return peer
+            return number
     return None
 
 
 def _find_cycle(groups: dict[int, _native.Group]) -> tuple[_Wait, ...]:
     any_group = next(iter(groups.values()), None)
-    recorder = own_recorder = any_group and any_group.flight_recorder(any_group.rank, _HISTORY)
+    rank = own = read_rank(any_group, any_group.rank, _HISTORY) if any_group else None
     waits: list[_Wait] = []
-    while recorder and len(waits) < _MAX_CYCLE_LENGTH:
-        wait = _find_wait(recorder)
+    while rank and len(waits) < _MAX_CYCLE_LENGTH:
+        wait = _find_wait(rank)
         if wait is None:
             return ()
         waits.append(wait)
         is_closed = wait.peer == waits[0].rank
-        recorder = own_recorder if is_closed else _read_peer_recorder(wait, groups)
-        if not recorder or not _has_not_entered(recorder, wait.identity, wait.sequence):
+        rank = own if is_closed else _read_peer(wait, groups)
+        if not rank or not _has_not_entered(rank, wait.identity, wait.sequence):
             return ()
         if is_closed:
             has_several_groups = len({each.identity for each in waits}) > 1
@@ -164,83 +157,72 @@ def _find_cycle(groups: dict[int, _native.Group]) -> tuple[_Wait, ...]:
     return ()
 
 
-def _has_not_entered(recorder: Record, identity: int, sequence: int) -> bool:
+def _has_not_entered(rank: Rank, identity: int, sequence: int) -> bool:
     """Return whether a rank has not begun a collective and cannot begin it by itself.
 
     If a thread of the group is in an earlier collective, it may have more queued.
     """
-    group_record = find_group_record(recorder, identity)
-    if group_record is None or group_record["sequence"] >= sequence:
+    group = rank.find_group(identity)
+    if group is None or group.sequence >= sequence:
         return False
-    return not any(
-        is_in_group(recorder, each, identity) for each in _group_thread_operations(recorder)
-    )
+    return not any(rank.is_in(each, identity) for each in _group_thread_operations(rank))
 
 
-def _has_other_threads(recorder: Record) -> bool:
+def _has_other_threads(rank: Rank) -> bool:
     """Return whether threads besides the main one and those of groups take part in operations."""
-    return any(each["thread"] == _OTHER_THREAD for each in (*recorder["done"], *recorder["open"]))
+    return any(each.thread == _OTHER_THREAD for each in rank.records)
 
 
-def _group_thread_operations(recorder: Record) -> list[Record]:
+def _group_thread_operations(rank: Rank) -> list[Operation]:
     """Return the operations that threads of groups are in."""
-    return [each for each in recorder["open"] if each["thread"] == _GROUP_THREAD]
+    return [each for each in rank.open if each.thread == _GROUP_THREAD]
 
 
-def _blocking_collective(recorder: Record) -> Record | None:
+def _blocking_collective(rank: Rank) -> Operation | None:
     """Return the collective that a rank's main thread waits in; None if it may return by itself.
 
     The main thread may also wait for a collective that a group's thread is in. If such threads are
     in other operations too, those may end the wait, since a callback may call anything.
     """
-    waits = [
-        each for each in recorder["open"] if each["thread"] == _MAIN_THREAD and each["group"] >= 0
-    ]
-    awaited = [
-        each
-        for each in _group_thread_operations(recorder)
-        if each["number"] == recorder["main_thread_wait"]
-    ]
-    if awaited and not waits and awaited == _group_thread_operations(recorder):
+    waits = [each for each in rank.open if each.thread == _MAIN_THREAD and each.group >= 0]
+    threads = _group_thread_operations(rank)
+    awaited = [each for each in threads if each.number == rank.main_thread_wait]
+    if awaited and not waits and awaited == threads:
         waits = awaited
-    if (
-        len(waits) != 1
-        or waits[0]["kind"] in ("send", "recv", "join")
-        or _has_other_threads(recorder)
-    ):
+    if len(waits) != 1 or _has_other_threads(rank):
         return None
-    wait: Record = waits[0]
-    return wait if wait["group"] >= 0 else None
+    is_collective = not waits[0].is_message and waits[0].kind != "join"
+    return waits[0] if is_collective and waits[0].group >= 0 else None
 
 
-def _find_wait(recorder: Record) -> _Wait | None:
+def _find_wait(rank: Rank) -> _Wait | None:
     """Return the wait of a rank; None if there is none that counts."""
-    wait = _blocking_collective(recorder)
-    if wait is None:
+    operation = _blocking_collective(rank)
+    group = rank.get_group(operation) if operation else None
+    if operation is None or group is None or not 0 <= operation.waiting_for < len(group.members):
         return None
-    group_record = recorder["groups"][wait["group"]]
-    peer = wait["waiting_for"]
-    members = parse_rank_ranges(group_record["members"])
-    if not 0 <= peer < len(members):
-        return None
-    description = (
-        f"rank {recorder['rank']} waits in {wait['kind']} #{wait['sequence']} of group "
-        f"'{escape(group_record['name'])}'{format_site(wait['site'])} for rank {members[peer]}"
+    peer = group.members[operation.waiting_for]
+    return _Wait(
+        rank.rank,
+        operation.number,
+        operation.sequence,
+        group.identity,
+        peer,
+        operation.waiting_for,
+        f"rank {rank.rank} waits in {operation.kind} #{operation.sequence} of group "
+        f"'{escape(group.name)}'{format_site(operation.site)} for rank {peer}",
     )
-    identity, number, sequence = group_record["identity"], wait["number"], wait["sequence"]
-    return _Wait(recorder["rank"], number, sequence, identity, members[peer], peer, description)
 
 
-def _read_peer_recorder(wait: _Wait, groups: dict[int, _native.Group]) -> Record | None:
+def _read_peer(wait: _Wait, groups: dict[int, _native.Group]) -> Rank | None:
     """Read the recorder of the rank waited for; None if this rank shares no group with it."""
     if wait.identity in groups:
-        return groups[wait.identity].flight_recorder(wait.peer_in_group, _HISTORY)
+        return read_rank(groups[wait.identity], wait.peer_in_group, _HISTORY)
     for group in groups.values():
-        own_recorder = group.flight_recorder(group.rank, 0)
-        group_record = find_group_record(own_recorder, group.identity)
-        members = parse_rank_ranges(group_record["members"]) if group_record else ()
-        if wait.peer in members:
-            return group.flight_recorder(members.index(wait.peer), _HISTORY)
+        own = read_rank(group, group.rank, 0)
+        own_group = own.find_group(group.identity) if own else None
+        if own_group and wait.peer in own_group.members:
+            return read_rank(group, own_group.members.index(wait.peer), _HISTORY)
     return None
 
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 Ending = Literal["", "left", "exited", "failed"]
 """A rank's own record of its end: none yet, all groups left, end of the script, an exception."""
@@ -64,6 +67,12 @@ class Operation:
         A message may be posted long before the rank waits for it.
         """
         return not self.is_message or self.waiting_for >= 0 or self.peer < 0
+
+
+def select_blocking(operations: Iterable[Operation]) -> Operation | None:
+    """Return the operation that blocks a rank, of those under way; None if none does."""
+    blocking = [operation for operation in operations if operation.is_blocking]
+    return min(blocking, key=lambda o: (o.waiting_for < 0, o.begin, o.number), default=None)
 
 
 @dataclass(frozen=True)
@@ -203,6 +212,15 @@ class Rank:
     def get_group(self, operation: Operation) -> Group | None:
         """Return the group of an operation of this rank; None if it was not recorded."""
         return self.groups[operation.group] if 0 <= operation.group < len(self.groups) else None
+
+    def find_group(self, identity: int) -> Group | None:
+        """Return the group with this identity; None if this rank did not record it."""
+        return next((group for group in self.groups if group.identity == identity), None)
+
+    def is_in(self, operation: Operation, identity: int) -> bool:
+        """Return whether an operation of this rank is one of the group with this identity."""
+        group = self.get_group(operation)
+        return group is not None and group.identity == identity
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from phalanx.observe.exit_reasons import (
     get_last_record_time,
     get_phalanx_error,
 )
+from phalanx.observe.model import select_blocking
 
 if TYPE_CHECKING:
     from phalanx.observe.model import Group, Job, Operation, Rank
@@ -397,11 +398,11 @@ class WaitForGraph:
     def _find_current_operation(self, number: int) -> Operation | None:
         rank = self.ranks[number]
         cut = (o for o in rank.history if self.moment <= o.end)
-        candidates = [o for o in (*rank.open, *cut) if o.is_blocking and o.begin <= self.moment]
+        candidates = [o for o in (*rank.open, *cut) if o.begin <= self.moment]
         if rank.ending == "failed" and rank.ended <= self.moment:
             # The main thread raised, so it was not blocked by operations of other threads.
             candidates = [operation for operation in candidates if not operation.thread]
-        return min(candidates, key=lambda o: (o.waiting_for < 0, o.begin, o.number), default=None)
+        return select_blocking(candidates)
 
     def _find_wait(self, number: int) -> Wait | None:
         operation = self.current_operation(number)
