@@ -2,11 +2,12 @@
 
     python benchmarks/before_after.py --before OTHER/bin/python --output FILE
 
-OTHER is an environment with the version to compare with: check it out elsewhere and run
-`make setup` there. The two versions take turns, each in its own processes. `operations` times
+OTHER is the environment (.venv) of the version to compare with: check it out elsewhere and run
+`make setup` there. The two versions take turns, each in its own processes and with its own scripts. `operations` times
 small collectives and messages, called by Python in a loop; `bench` is `phalanx bench`, `rpc` is
 `benchmarks/rpc` and `train` is `benchmarks/train_step.py`, all with 2 ranks. The results are ratios
-of the time after to the time before: the median and the quartiles of the runs. Rows of other
+of the time after to the time before: the median and the quartiles of the runs. Measurements that
+only one version has are left out. Rows of other
 systems, which are the same before and after, show how much the machine varies.
 """
 
@@ -29,7 +30,6 @@ from rich.table import Table
 
 from phalanx.bench.machine import machine, versions
 
-_HERE = Path(__file__).parent
 _TOLERANCE = 1.03
 
 RANK = """
@@ -107,7 +107,7 @@ def bench(python: str) -> Results:
 
 def rpc(python: str) -> Results:
     """Run `benchmarks/rpc`: calls, the hybrid step, and lookups."""
-    document = _read_output([python, str(_HERE / "rpc"), "--rounds", "5", "--output"])
+    document = _read_output([python, _script(python, "rpc"), "--rounds", "5", "--output"])
     return {
         f"{name}, {system}": time["median"]
         for seconds_by_name in document["seconds"].values()
@@ -116,9 +116,16 @@ def rpc(python: str) -> Results:
     }
 
 
+def _script(python: str, name: str) -> str:
+    """Return the path of a benchmark in the checkout of an environment."""
+    return str(Path(python).absolute().parents[2] / "benchmarks" / name)
+
+
 def train(python: str) -> Results:
     """Run `benchmarks/train_step.py`."""
-    document = _read_output([python, str(_HERE / "train_step.py"), "--rounds", "15", "--json"])
+    document = _read_output(
+        [python, _script(python, "train_step.py"), "--rounds", "15", "--output"]
+    )
     return {f"step, {system}": time["median"] for system, time in document["seconds"].items()}
 
 
@@ -137,7 +144,8 @@ def ratios(part: str, before: str, after: str, runs: int) -> Iterator[tuple[str,
         pair = (before, after) if run % 2 == 0 else (after, before)
         times = {python: PARTS[part](python) for python in pair}
         for name, seconds in times[before].items():
-            values_by_name.setdefault(name, []).append(times[after][name] / seconds)
+            if name in times[after]:
+                values_by_name.setdefault(name, []).append(times[after][name] / seconds)
     for name, values in values_by_name.items():
         yield name, [round(value, 4) for value in statistics.quantiles(values, n=4)]
 
