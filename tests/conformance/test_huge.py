@@ -53,9 +53,11 @@ def _enough_memory() -> None:
     assert available > 3 * COUNT, f"{available} bytes of memory available, two ranks need {COUNT}"
 
 
+@pytest.mark.slow
 def test_all_reduce(ranks: RankServer) -> None:
     ranks.run(2, all_reduce, timeout=120)
 
 
+@pytest.mark.slow
 def test_broadcast_and_message(ranks: RankServer) -> None:
     ranks.run(2, broadcast_and_message, timeout=120)

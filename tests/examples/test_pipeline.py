@@ -40,6 +40,7 @@ def train_alone(example: dict[str, Any]) -> dict[int, float]:
     return losses
 
 
+@pytest.mark.slow
 def test_losses_equal_those_of_one_process(script: Path, example: dict[str, Any]) -> None:
     phalanx = [sys.executable, "-c", "from phalanx.cli import main; main()"]
     options = ["--steps", str(STEPS), "--batch", str(BATCH)]

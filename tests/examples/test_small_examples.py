@@ -109,6 +109,7 @@ def test_zero_ranks(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", [name, "--nproc-per-node", "0"])
+    monkeypatch.syspath_prepend(examples)  # as `python examples/NAME.py` does
     with pytest.raises(SystemExit) as raised:
         runpy.run_path(str(examples / f"{name}.py"), run_name="__main__")
     assert raised.value.code == 2

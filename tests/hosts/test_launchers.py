@@ -166,6 +166,7 @@ def test_absent_hosts(start: Start) -> None:
     assert err.splitlines()[-1].startswith("phalanx: error: ")
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_waiting(start: Start) -> None:
     process = start(0, 29609)
     assert process.stderr is not None

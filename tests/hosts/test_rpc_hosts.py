@@ -189,6 +189,7 @@ def send_large() -> None:
     rpc.shutdown(timeout=60)
 
 
+@pytest.mark.slow
 def test_more_than_a_frame(ranks: RankServer, network: Network) -> None:
     for each in start(ranks, network, "ab", send_large).join():
         assert each.value is None

@@ -140,6 +140,7 @@ with phalanx.init() as session:
     assert len(out.splitlines()) == 4 * 302
 
 
+@pytest.mark.slow
 def test_a_killed_rank(shell: Shell) -> None:
     """The report is that of the rank's host, the exit code that rank's, and the others end."""
     name = shell.script(

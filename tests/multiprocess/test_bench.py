@@ -141,6 +141,7 @@ def test_algorithms_are_measured_beside_those_of_the_backend(
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_json_goes_to_stdout_and_tables_to_stderr() -> None:
     result = bench("--op", "barrier", "--rounds", "2", "--systems", "gloo", "--json")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -73,6 +73,7 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
     assert not [line for line in lines if line != line.rstrip()]
 
 
+@pytest.mark.slow
 def test_limits_of_the_process() -> None:
     found = find(before=shell("ulimit -n 200"))
     assert found["open_files"]["level"] == "note"
@@ -98,6 +99,7 @@ def test_one_core() -> None:
     assert found["cores"]["level"] == "note"
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_network() -> None:
     require_namespaces()
     found = find(before=("unshare", "--net"))
@@ -106,6 +108,7 @@ def test_a_machine_without_a_network() -> None:
     assert found["address"]["message"] == "there is no route to other hosts"
 
 
+@pytest.mark.slow
 def test_proc_of_another_pid_namespace() -> None:
     """As in a container with the /proc of its host, where pids denote other processes."""
     require_namespaces()
@@ -128,6 +131,7 @@ esac
 """
 
 
+@pytest.mark.slow
 def test_peers_that_ssh_does_not_reach(tmp_path: Path) -> None:
     """Each is reported with its own reason. A script replaces ssh."""
     ssh = tmp_path / "ssh"
@@ -150,6 +154,7 @@ def test_peers_that_ssh_does_not_reach(tmp_path: Path) -> None:
         assert text in completed.stdout, completed.stdout
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("arguments", "environment", "text"),
     [

@@ -302,6 +302,7 @@ def test_averages_equal_oracle(world: World) -> None:
                 )
 
 
+@pytest.mark.sampled(3)
 def test_every_rank_has_the_same_bits(world: World) -> None:
     seed, (first, *others) = world
     for other in others:

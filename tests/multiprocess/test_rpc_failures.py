@@ -446,3 +446,34 @@ def check_forks() -> None:
 
 def test_forks(ranks: RankServer) -> None:
     ranks.run(2, run_as_worker, check_forks)
+
+
+# ---- a worker that leaves ----
+
+
+def send_to_a_leaver() -> bool:
+    """Worker 0 sends a tensor to worker 1, which leaves and keeps it, then many to worker 2."""
+    rank, sent = int(os.environ["RANK"]), torch.arange(300_000.0)
+    rpc.init_rpc(worker_name(rank))
+    if rank == 0:
+        rpc.rpc_sync(worker_name(1), keep, (sent,))
+        file("sent").touch()
+        wait_for(file("left").exists)
+        with pytest.raises(PeerLost):
+            rpc.rpc_sync(worker_name(1), echo, (1,))
+        for _ in range(20):
+            rpc.rpc_sync(worker_name(2), keep, (-sent,))
+        file("overwritten").touch()
+    wait_for(file("sent").exists)
+    if rank == 1:
+        rpc.shutdown(graceful=False)
+        file("left").touch()
+    wait_for(file("overwritten").exists)
+    if rank != 1:
+        rpc.shutdown(graceful=False)
+    return rank != 1 or torch.equal(KEPT[0], sent)
+
+
+def test_a_tensor_outlives_the_worker_that_received_it(ranks: RankServer) -> None:
+    """Its block is leased until the process ends, not only until it leaves RPC."""
+    assert ranks.run(3, send_to_a_leaver) == [True] * 3

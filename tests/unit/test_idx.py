@@ -1,4 +1,4 @@
-"""The IDX reader on files written with `struct`, and on MNIST if it is available."""
+"""The reader `examples/idx.py` on files written with `struct`, and on MNIST if it is available."""
 
 import gzip
 import struct

@@ -433,8 +433,10 @@ class Agent:
 
     def _handle_loss(self, peer: Peer, reason: str) -> None:
         self._fail_pending(peer, PeerLost(reason))
-        for forget in (self.shm_sender.forget, self.codec.forget, self.owned_values.forget):
-            forget(peer.id)
+        if peer.has_died:  # a worker that has left may still use tensors that it received
+            self.shm_sender.forget(peer.id)
+        self.codec.forget(peer.id)
+        self.owned_values.forget(peer.id)
         for listener in self.loss_listeners:
             listener(peer.id, reason)
         self.autograd_hook.forget(peer.id)
