@@ -103,8 +103,9 @@ def run_observed(
     Returns:
         The work of the operations that have run; the result of the operator if none has.
     """
-    if active_mode_count() or any(map(is_wrapper, tensors)):
-        return _run_through_operator(operator, run)
+    has_wrapper = any(map(is_wrapper, tree_leaves(operator[2:])))
+    if active_mode_count() or has_wrapper:
+        return _run_through_operator(operator, run, has_wrapper)
     handle = _autograd._record_function_with_args_enter(_EVENT_NAMES[operator[1]], *tensors)
     try:
         return run()
@@ -112,12 +113,13 @@ def run_observed(
         _autograd._record_function_with_args_exit(handle)
 
 
-def _run_through_operator(operator: OperatorCall, run: Callable[[], dist.Work]) -> dist.Work:
+def _run_through_operator(
+    operator: OperatorCall, run: Callable[[], dist.Work], has_wrapper: bool
+) -> dist.Work:
     group, method, *arguments = operator
     rank_and_size = group.rank(), group.size()
     if rank_and_size not in _base_groups:
         _base_groups[rank_and_size] = dist.ProcessGroup(*rank_and_size)  # type: ignore[call-arg]
-    has_wrapper = any(map(is_wrapper, tree_leaves(arguments)))
     execution = (
         _UnwrappingMode(group, method, arguments)
         if has_wrapper
