@@ -203,10 +203,17 @@ def operation(sequence: int, **fields: Any) -> dict[str, Any]:
 
 
 def recorder_content(**fields: Any) -> dict[str, Any]:
-    note = {"identity": 77, "name": "0", "left_at": "", "abort_reason": ""}
-    other = {"identity": 78, "name": "pipe\x1b[2J", "left_at": "", "abort_reason": ""}
-    known = {"ending": "", "exception": "", "groups": [note, other], "reports": []}
-    return {**known, "open": [], "done": [], **fields}
+    numbers = dict.fromkeys(
+        ("rank", "pid", "clock", "opened", "ended", "operations", "main_thread_wait"), 0
+    )
+    texts = dict.fromkeys(("host", "ending", "exception", "note"), "")
+    groups = [group_record(77, "0"), group_record(78, "pipe\x1b[2J")]
+    lists = {"groups": groups, "reports": [], "open": [], "done": []}
+    return {**numbers, **texts, **lists, **fields}
+
+
+def group_record(identity: int, name: str, **fields: str) -> dict[str, Any]:
+    return {"identity": identity, "name": name, "rank": 0, "size": 8, "members": "0-7", **fields}
 
 
 def test_call_sites_of_both_recorders() -> None:
@@ -353,12 +360,7 @@ def test_last_operation_of_a_dead_rank() -> None:
 
 
 def test_abort_reason() -> None:
-    note = {
-        "identity": 77,
-        "name": "0",
-        "left_at": "/a/train.py:8",
-        "abort_reason": "loss is NaN\n!",
-    }
+    note = group_record(77, "0", left_at="/a/train.py:8", abort_reason="loss is NaN\n!")
     _, text = explain(
         Status("aborted", reporter=3), Group(recorders={3: recorder_content(groups=[note])})
     )
@@ -384,9 +386,7 @@ def test_failure_of_several_hosts_has_one_kind_on_all_ranks(code: str, kept: str
     group: Any = Group()
     words = FailureFormatter(group)
     why = words.abort_reason(GroupFailure(code, "rank 3 waited for rank 0", 3, 0))
-    group.recorders[3] = recorder_content(
-        groups=[{"identity": 77, "name": "0", "left_at": "", "abort_reason": why}]
-    )
+    group.recorders[3] = recorder_content(groups=[group_record(77, "0", abort_reason=why)])
     assert words.explain(Status("aborted", reporter=3), 7.5) == (kept, "rank 3 waited for rank 0")
 
 
@@ -396,9 +396,7 @@ def test_abort_of_several_hosts() -> None:
     why = words.abort_reason(
         GroupFailure("aborted", "the group was aborted by rank 0: loss is NaN", 0)
     )
-    group.recorders[3] = recorder_content(
-        groups=[{"identity": 77, "name": "0", "left_at": "", "abort_reason": why}]
-    )
+    group.recorders[3] = recorder_content(groups=[group_record(77, "0", abort_reason=why)])
     code, text = words.explain(Status("aborted", reporter=3), 7.5)
     assert code == "aborted"
     assert text.endswith(why)
