@@ -106,7 +106,7 @@ test: setup-dev ## the checks and tests that find mistakes often
 	$(submake) lint
 	$(submake) native-plain
 	$(submake) pytest SELECT="not slow and not long"
-	$(call section,All checks and tests passed; `make test-long` runs the others)
+	$(call section,All checks and tests passed; make test-long runs the others)
 
 test-long: setup-dev ## the other checks and tests: clang-tidy, sanitizers, long forms
 	$(submake) --jobs=$(JOBS) --output-sync=target tidy

@@ -14,7 +14,6 @@
 
 using namespace phalanx;
 using process_faults::end;
-using ranks::Random;
 using Lease = LeaseSegment::Lease;
 
 namespace {
