@@ -143,7 +143,7 @@ nb::object take(const ViewPtr& self, std::uint32_t block, std::size_t bytes, dou
 }  // namespace
 
 void bind_leases(nb::module_& module) {
-  nb::class_<Lease>(module, "Lease", nb::type_slots(lease_slots));
+  [[maybe_unused]] const nb::class_<Lease> lease_type(module, "Lease", nb::type_slots(lease_slots));
   nb::class_<LeaseSegment>(module, "LeaseSegment")
       .def_static("create", &create, nb::arg("number"), nb::arg("block_size"), nb::arg("blocks"),
                   nb::arg("nonce"))
