@@ -138,3 +138,8 @@ print(dist.get_backend())
 def test_importing_phalanx_is_light() -> None:
     script = "import sys, phalanx; print('torch' in sys.modules, 'numpy' in sys.modules)"
     assert run(script) == ["False False"]
+
+
+@pytest.mark.parametrize("module", ["phalanx.cli.run", "phalanx.cli.remote_launcher"])
+def test_launchers_import_torch_after_they_have_set_its_log_level(module: str) -> None:
+    assert run(f"import sys, {module}; print('torch' in sys.modules)") == ["False"]

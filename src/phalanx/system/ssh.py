@@ -8,7 +8,6 @@ import shlex
 import subprocess
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import LaunchError
 from phalanx.system.processes import ChildProcess
 
 if TYPE_CHECKING:
@@ -125,6 +124,9 @@ def resolve_address(target: str, ssh: Sequence[str]) -> str:
             command, capture_output=True, text=True, timeout=CONFIGURATION_TIMEOUT, check=False
         )
     except subprocess.TimeoutExpired:
+        # This imports torch, and the launcher of a host sets torch's log level before.
+        from phalanx.errors import LaunchError
+
         raise LaunchError(
             f"`{shlex.join(command)}` did not end within {CONFIGURATION_TIMEOUT} s: check for "
             "commands in ssh's configuration (Match exec), and for files that can't be read"
