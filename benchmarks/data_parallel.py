@@ -16,7 +16,7 @@ memory (PSS) of the ranks after some steps, minus that after some steps of a tin
 
 import argparse
 import gc
-import importlib.util
+import importlib
 import json
 import shlex
 import sys
@@ -63,12 +63,8 @@ class GPT(nn.Module):
 
 
 def convnet() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-    path = Path(__file__).parents[1] / "examples" / "train_digits.py"
-    spec = importlib.util.spec_from_file_location("train_digits", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    module = importlib.import_module("train_digits")
     batch = 128 // dist.get_world_size()
     images, labels = torch.randn(batch, 1, 28, 28), torch.randint(10, (batch,))
     return module.ConvNet(0.25), lambda model: F.nll_loss(model(images), labels)

@@ -9,7 +9,7 @@ share of communication on the rank that waits least for the others.
 """
 
 import argparse
-import importlib.util
+import importlib
 import json
 import shlex
 import sys
@@ -34,13 +34,8 @@ MODES = ("phalanx", "gloo", "alone")
 
 def load_example() -> Any:
     """Return the example's module, whose network is timed."""
-    path = Path(__file__).parents[1] / "examples" / "train_digits.py"
-    spec = importlib.util.spec_from_file_location("train_digits", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    return importlib.import_module("train_digits")
 
 
 class Step:
