@@ -185,12 +185,7 @@ def check_same_kind(
         sized_indices: Indices of the tensors that must have the element count of `reference`; None
             for all.
     """
-    dtype, device, on_cpu, count = (
-        reference.dtype,
-        reference.device,
-        reference.is_cpu,
-        reference.numel(),
-    )
+    dtype, on_cpu, count = reference.dtype, reference.is_cpu, reference.numel()
     for index, tensor in enumerate(tensors):
         checks_count = sized_indices is None or index in sized_indices
         if tensor.dtype is not dtype or (checks_count and tensor.numel() != count):
@@ -199,10 +194,11 @@ def check_same_kind(
                 f"{format_tensor(reference) if checks_count else dtype} like the tensor of this "
                 "rank"
             )
-        if not (on_cpu and tensor.is_cpu) and tensor.device != device:
+        # Faster than a comparison of devices.
+        if not (on_cpu and tensor.is_cpu) and tensor.device != reference.device:
             raise UsageError(
                 f"{operation}: tensor {index} of the list is on {tensor.device}, the tensor of "
-                f"this rank on {device}; expected one device"
+                f"this rank on {reference.device}; expected one device"
             )
 
 

@@ -455,13 +455,13 @@ class ProcessGroup(dist.ProcessGroup):
             outputs = tensors_per_rank(output_tensors, self._size, "gather", "outputs")
             check_same_kind(outputs, tensor, "gather")
         flat = prepare_input(tensor, "gather")
-        flats = [prepare_output(output, "gather") for output in outputs]
-        code, addresses = dtype_code(tensor.dtype, "gather"), addresses_of(flats)
-        if is_misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
+        pairs = [(output, prepare_output(output, "gather")) for output in outputs]
+        addresses = [output.data_ptr() for _, output in pairs]
+        code = dtype_code(tensor.dtype, "gather")
+        if outputs and is_misplaced(flat.data_ptr(), addresses, flat.numel(), code, root):
             flat = flat.clone()
-        operands = flat.data_ptr(), addresses, flat.numel(), code
-        call = partial(self._membership.native.gather, *operands, root)
-        pairs = list(zip(outputs, flats, strict=True))
+        native = self._membership.native
+        call = partial(native.gather, flat.data_ptr(), addresses, flat.numel(), code, root)
         operator = self, "gather", [outputs] if outputs else [], [tensor], opts
         return self._executor.run("gather", call, tensor, opts, pairs, operator, 0, root, flat)
 
@@ -481,15 +481,16 @@ class ProcessGroup(dist.ProcessGroup):
             inputs = tensors_per_rank(input_tensors, self._size, "scatter", "inputs")
             check_same_kind(inputs, tensor, "scatter")
         flat = prepare_output(tensor, "scatter")
-        flats = [prepare_input(item, "scatter") for item in inputs]
-        code, addresses = dtype_code(tensor.dtype, "scatter"), addresses_of(flats)
-        if is_misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
+        sources = [prepare_input(item, "scatter") for item in inputs]
+        addresses = [source.data_ptr() for source in sources]
+        code = dtype_code(tensor.dtype, "scatter")
+        if inputs and is_misplaced(flat.data_ptr(), addresses, flat.numel(), code, root):
             flat = torch.empty_like(flat)
-        operands = addresses, flat.data_ptr(), flat.numel(), code
-        call = partial(self._membership.native.scatter, *operands, root)
+        native = self._membership.native
+        call = partial(native.scatter, addresses, flat.data_ptr(), flat.numel(), code, root)
         operator = self, "scatter", [tensor], [inputs] if inputs else [], opts
         return self._executor.run(
-            "scatter", call, tensor, opts, [(tensor, flat)], operator, 0, root, flats, inputs
+            "scatter", call, tensor, opts, [(tensor, flat)], operator, 0, root, sources, inputs
         )
 
     def reduce_scatter(
@@ -510,12 +511,13 @@ class ProcessGroup(dist.ProcessGroup):
         if reduction.premultiplies:
             sources = [premultiply(source, opts.reduceOp) for source in sources]
         native, code, op = self._membership.native, reduction.dtype, reduction.op
-        if counts_of(sources) == [flat.numel()] * self._size:
-            addresses = addresses_of(sources)
-            if is_misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
+        count = flat.numel()
+        if [source.numel() for source in sources] == [count] * self._size:
+            addresses = [source.data_ptr() for source in sources]
+            if is_misplaced(flat.data_ptr(), addresses, count, code, self._rank):
                 flat = torch.empty_like(flat)
             call: NativeCall = partial(
-                native.reduce_scatter, addresses, flat.data_ptr(), flat.numel(), code, op
+                native.reduce_scatter, addresses, flat.data_ptr(), count, code, op
             )
         else:
             if overlaps_any(flat, sources, code):
@@ -801,12 +803,11 @@ class ProcessGroup(dist.ProcessGroup):
             raise size_error(output, source, self._size, name, ("output", "input"))
         flat = prepare_input(source, name)
         target = prepare_output(output, name)
-        addresses = flat.data_ptr(), target.data_ptr()
-        if self._is_misplaced(*addresses, flat.nbytes):
+        address = target.data_ptr()
+        if self._is_misplaced(flat.data_ptr(), address, flat.nbytes):
             flat = flat.clone()
-            addresses = flat.data_ptr(), addresses[1]
-        code = dtype_code(source.dtype, name)
-        call = partial(self._membership.native.all_gather_single, *addresses, count, code)
+        code, native = dtype_code(source.dtype, name), self._membership.native
+        call = partial(native.all_gather_single, flat.data_ptr(), address, count, code)
         return call, [(output, target)], 0, flat
 
     def _prepare_reduce_scatter(
@@ -821,11 +822,9 @@ class ProcessGroup(dist.ProcessGroup):
         if reduction.premultiplies:
             flat = premultiply(flat, op)
         target = prepare_output(output, name)
-        addresses = flat.data_ptr(), target.data_ptr()
-        if self._is_misplaced(addresses[1], addresses[0], target.nbytes):
+        if self._is_misplaced(target.data_ptr(), flat.data_ptr(), target.nbytes):
             target = torch.empty_like(target)
-            addresses = addresses[0], target.data_ptr()
-        operands = *addresses, count, reduction.dtype, reduction.op
+        operands = flat.data_ptr(), target.data_ptr(), count, reduction.dtype, reduction.op
         call: NativeCall = partial(self._membership.native.reduce_scatter_single, *operands)
         if reduction.divides:
             call = divide_after(call, target, self._size)
