@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
+from torch.utils.flop_counter import FlopCounterMode
 
 import phalanx
 from phalanx.backend.process_group import ProcessGroup
@@ -189,6 +190,21 @@ def test_every_operation_counts(runner: FaultRunner) -> None:
         "monitored_barrier",
     )
     assert second == (*first[:-2], "recv", "monitored_barrier")
+
+
+def call_under_observers() -> None:
+    """Call one operation with a profiler, and one with a dispatch mode that observes it."""
+    with phalanx.init():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            dist.all_reduce(torch.ones(2))
+        with FlopCounterMode(display=False):
+            dist.broadcast(torch.ones(2), 0)
+
+
+def test_an_observed_operation_counts_once(runner: FaultRunner) -> None:
+    result = runner.run(call_under_observers, 2)
+    assert result.values == {0: None, 1: None}, result
+    assert [rank.operations for rank in result] == [("all_reduce", "broadcast")] * 2
 
 
 @pytest.mark.slow

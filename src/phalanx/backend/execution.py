@@ -113,7 +113,9 @@ class CollectiveExecutor:
         *arguments: Any,
     ) -> Work:
         """Run an operation that dispatch modes have seen, with an event of the profiler."""
-        return self.run(name, record_call(*event, call) if is_profiling() else call, *arguments)
+        recorded = record_call(*event, call) if is_profiling() else call
+        # Not `self.run`, which fault injection may have wrapped: it would count the operation twice.
+        return CollectiveExecutor.run(self, name, recorded, *arguments)
 
     def _enqueue(
         self,
