@@ -347,6 +347,7 @@ def test_no_process_file_or_record_remains(
     """A fixture of all tests checks for remaining processes."""
     # Other tests use the default folder at the same time.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    runner.run(steps, 1, (1,))  # starts the server, to which two descriptors belong
     descriptors, jobs = len(os.listdir("/proc/self/fd")), list_job_records()
     (rank,) = runner.run(start_child, 1)
     assert rank.code == -signal.SIGKILL
