@@ -195,7 +195,8 @@ TEST(invalid_numbers_are_not_followed) {
   result = rows->gather(buffers.list(), buffers.to.data(), brief);
   CHECK(result.kind == ResultKind::stuck);
   raw.lock(2) = 0x100 | 6;
-  raw.writer(5).row = 1ULL << 40;  // no such row
+  raw.writer(5).row = 1ULL << 40 | 2;  // no such row, but one with the same lock
+  raw.writer(5).saved = raw.writer(5).row + 1;
   raw.writer(5).owner = 1ULL << 22 | static_cast<std::uint64_t>(getpid());
   CHECK(write_one(*rows, 2, 3, brief).kind == ResultKind::stuck);
   CHECK_EQ(raw.writer(5).owner.load(), 0UL);
