@@ -114,7 +114,7 @@ class CollectiveExecutor:
     ) -> Work:
         """Run an operation that dispatch modes have seen, with an event of the profiler."""
         recorded = record_call(*event, call) if is_profiling() else call
-        # Not `self.run`, which fault injection may have wrapped: it would count the operation twice.
+        # Not `self.run`, which fault injection may have wrapped: it would count the call twice.
         return CollectiveExecutor.run(self, name, recorded, *arguments)
 
     def _enqueue(

@@ -27,7 +27,6 @@ from phalanx.system.processes import ChildProcess, RankPidfds, describe_exit, si
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from types import TracebackType
 
 __all__ = ["ProcessPool", "SystemLostError"]
 
@@ -81,12 +80,7 @@ class ProcessPool:
     def __enter__(self) -> ProcessPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def wait_until_ready(self) -> None:

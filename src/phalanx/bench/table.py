@@ -21,7 +21,6 @@ from phalanx.bench.systems import MPI
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
 
     from phalanx.bench.plan import Plan
     from phalanx.bench.results import Report, Result, Timing
@@ -107,12 +106,7 @@ class Display:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._finish_table()
         self._live.stop()
 

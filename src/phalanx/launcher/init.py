@@ -5,7 +5,6 @@ import importlib
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -69,12 +68,7 @@ class Session:
     def __enter__(self) -> "Session":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         world: Any = dist.group.WORLD
         is_success = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         if not is_success and self.owner and world is not None and _is_phalanx_group(world):

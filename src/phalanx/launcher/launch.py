@@ -17,7 +17,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import IO, Any, NoReturn, TypeVar
 
 import cloudpickle
@@ -316,12 +315,7 @@ class RankProcesses:
     def __enter__(self) -> RankProcesses:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self._stop(signal.SIGTERM, STOP_TIMEOUT)
         finally:  # even if a second Ctrl-C interrupts the wait

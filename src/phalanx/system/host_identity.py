@@ -10,10 +10,6 @@ from __future__ import annotations
 import os
 import secrets
 import struct
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 __all__ = ["MemoryProbe", "boot_id", "has_content", "host_identity", "namespace_id"]
 
@@ -62,12 +58,7 @@ class MemoryProbe:
     def __enter__(self) -> MemoryProbe:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self.descriptor)
 
     @staticmethod

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import torch.distributed as dist
@@ -21,9 +21,6 @@ from phalanx.launcher.store import host_store
 from phalanx.testing.faults import Fault, check_faults
 from phalanx.testing.fork_server import Task
 from phalanx.testing.processes import ForkServer, RankProcesses, RankResult
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 __all__ = ["FaultRunner", "Result"]
 
@@ -112,12 +109,7 @@ class FaultRunner:
     def __enter__(self) -> FaultRunner:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TypeVar
 
 __all__ = ["PREEMPTION_EXIT_CODE", "PreemptionHandler"]
@@ -65,11 +65,6 @@ class PreemptionHandler:
         except _Interrupted:
             return None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._previous_handler is not None:
             signal.signal(signal.SIGTERM, self._previous_handler)  # type: ignore[arg-type] # a saved handler

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -42,12 +41,7 @@ class Display:
         self._last_refresh = self._last_line = time.monotonic_ns()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
