@@ -57,6 +57,13 @@ def test_the_diagnosis_comes_first_with_rank_cause_time_and_location() -> None:
     )
 
 
+def test_the_headline_between_two_attempts() -> None:
+    job = JobBuilder(2).run_collectives(2).exit(0).exit(1).build()
+    for launcher_lost, state in ((False, ", running)"), (True, ", ended)")):
+        text = as_text(replace(job, launcher=700, launcher_lost=launcher_lost))
+        assert state in text.splitlines()[0]
+
+
 def test_past_failures_are_described_in_the_past_tense() -> None:
     builder = busy().end([0, 2], "timeout").fail([0, 2], "CollectiveTimeout: rank 1 is alive")
     first, second = first_lines(builder.stop_job())

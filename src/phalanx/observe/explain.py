@@ -150,7 +150,7 @@ def as_json(job: Job) -> dict[str, Any]:
 def _format_headline(job: Job) -> str:
     """Return the job in one line: its name, ranks, state and command."""
     command = escape(" ".join(job.command), 80)
-    state = "running" if job.running else "ended"
+    state = "ended" if job.has_ended else "running"
     if job.code is not None:
         state = f"ended with code {job.code}"
     began = ""

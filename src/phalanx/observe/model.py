@@ -294,6 +294,15 @@ class Job:
         """Return whether any process of the job on this machine is alive."""
         return any(rank.process is not None and not rank.is_gone for rank in self.ranks)
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the launcher recorded an exit code, or no process of the job is alive.
+
+        Between two attempts no rank is alive, but the launcher is.
+        """
+        has_launcher = self.launcher > 0 and not self.launcher_lost
+        return self.code is not None or not (has_launcher or self.running)
+
     def list_problems(self) -> list[str]:
         """Return the descriptions of all data of the job and its ranks that could not be read."""
         ranks = [f"rank {rank.rank}: {rank.problem}" for rank in self.ranks if rank.problem]

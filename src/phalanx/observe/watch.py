@@ -179,17 +179,12 @@ def build_view(job: Job, window: float = WINDOW) -> View:
 
 
 def get_outcome(job: Job) -> tuple[bool, str] | None:
-    """Return whether a job ended well, and a description; None while it runs or has not begun.
-
-    A job has ended if its launcher recorded an exit code, or if none of its processes is alive.
-    Between two attempts no rank is alive, but the launcher is.
-    """
+    """Return whether a job ended well, and a description; None while it runs or has not begun."""
     if job.code is not None:
         if job.code == 0:
             return True, "completed"
         return False, f"failed with exit code {job.code}"
-    has_launcher = job.launcher > 0 and not job.launcher_lost
-    if has_launcher or job.running or not any(rank.pid for rank in job.ranks):
+    if not job.has_ended or not any(rank.pid for rank in job.ranks):
         return None
     exits = [(rank, determine_exit(rank, job)) for rank in job.ranks]
     for rank, status in exits:
