@@ -13,7 +13,6 @@ Before a thread sleeps, it spins for a while, since waking up costs more than a 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import heapq
 import logging
@@ -25,10 +24,12 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from phalanx.system.polling import EventFd
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["EventFd", "Reactor", "SpinPolicy"]
+__all__ = ["Reactor", "SpinPolicy"]
 
 _LOG = logging.getLogger("phalanx.rpc")
 _JOIN_SECONDS = 2.0
@@ -104,7 +105,7 @@ class Reactor:
         self._lock = threading.Lock()
         """Guards the deadlines."""
         self.threads = LeaderFollowers(self._next_work)
-        self.watch(self._eventfd.fd, self._handle_wake)
+        self.watch(self._eventfd.fileno(), self._handle_wake)
 
     def stop(self) -> None:
         """Stop all threads but those that execute something."""
@@ -356,23 +357,3 @@ class LeaderFollowers:
                 else:
                     self._start_thread(is_leader=False)
                 return True
-
-
-class EventFd:
-    """An eventfd to poll, by which one thread wakes another."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def notify(self) -> None:
-        """Wake the polling thread, now or when it polls next."""
-        os.eventfd_write(self.fd, 1)
-
-    def clear(self) -> None:
-        """Discard all wake-ups so far."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
-
-    def close(self) -> None:
-        """Close the descriptor; no thread may wake the other any more."""
-        os.close(self.fd)

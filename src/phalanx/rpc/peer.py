@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from phalanx.errors import CallTimeout, PeerLost, PhalanxError
-from phalanx.rpc.event_loop import EventFd
 from phalanx.rpc.transport import local
+from phalanx.system.polling import EventFd
 
 if TYPE_CHECKING:
     import torch
@@ -124,7 +124,7 @@ class Peer:
         """Return the reason why a connection to the worker has ended. May block for a moment."""
         poll = select.poll()
         # A worker that leaves announces that; the message may still be on its way.
-        poll.register(self._eventfd.fd, select.POLLIN)
+        poll.register(self._eventfd.fileno(), select.POLLIN)
         if not self.is_local:
             poll.poll(_DRAIN_MILLISECONDS)
             reason = "is lost: it died, or cannot be reached any more"
@@ -161,7 +161,7 @@ class Peer:
             return connection
         from phalanx.rpc.transport.remote import RemoteConnection
 
-        return RemoteConnection(remote_context, self.address, self._eventfd.fd)
+        return RemoteConnection(remote_context, self.address, self._eventfd.fileno())
 
     def return_connection(self, connection: local.LocalConnection | RemoteConnection) -> None:
         """Make a connection available to other calls."""

@@ -11,9 +11,10 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from phalanx.system.curve import HANDSHAKE_FAILURES
+from phalanx.system.polling import EventFd
 from phalanx.transports.interface import CallbackThread, TransportError
 from phalanx.transports.relay.frames import Frame
-from phalanx.transports.relay.sockets import Waker, configure_client
+from phalanx.transports.relay.sockets import configure_client
 
 __all__ = ["Listener", "RelayConnection"]
 
@@ -61,7 +62,7 @@ class RelayConnection:
         self._send_queue: deque[tuple[bytes, bytes]] = deque()
         self.callbacks = CallbackThread("phalanx-relay-callbacks")
         """The thread for the callbacks of transfers."""
-        self._waker = Waker()
+        self._eventfd = EventFd()
         self._lock = threading.Lock()
         self._connected = threading.Event()
         self._reason = ""
@@ -100,27 +101,27 @@ class RelayConnection:
             if self._closed or self._reason:
                 return
             self._send_queue.append((frame.pack(), data))
-            self._waker.wake()
+            self._eventfd.notify()
 
     def close(self) -> None:
         """Send all queued frames for up to 2 s, then close the connection and end the threads."""
         with self._lock:
             self._closed = True
-            self._waker.wake()
+            self._eventfd.notify()
         if self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_SECONDS)
         self.callbacks.stop(_CLOSE_SECONDS)
         if not self._thread.is_alive():
-            self._waker.close()
+            self._eventfd.close()
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for source in (self._socket, self._monitor, self._waker):
+        for source in (self._socket, self._monitor, self._eventfd):
             poller.register(source, zmq.POLLIN)
         while not self._closed:
             ready = dict(poller.poll())
-            if self._waker.fileno() in ready:
-                self._waker.clear()
+            if self._eventfd.fileno() in ready:
+                self._eventfd.clear()
             self._send_queued()
             if self._socket in ready:
                 self._receive()

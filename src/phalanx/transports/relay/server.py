@@ -18,8 +18,9 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from phalanx.system.curve import HANDSHAKE_FAILURES
+from phalanx.system.polling import EventFd
 from phalanx.transports.relay.frames import Frame, Kind, LeaveReason
-from phalanx.transports.relay.sockets import Waker, client_key_pair, configure_server
+from phalanx.transports.relay.sockets import client_key_pair, configure_server
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,7 +67,7 @@ class RelayServer:
         self._channels = ChannelRegistry()
         self._connections: dict[int, bytes] = {}
         self._warnings: set[str] = set()
-        self._waker = Waker()
+        self._eventfd = EventFd()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="phalanx-relay", daemon=True)
         self._thread.start()
@@ -84,13 +85,13 @@ class RelayServer:
         """Stop the relay; processes that are still connected lose their connection."""
         if not self._closed:
             self._closed = True
-            self._waker.wake()
+            self._eventfd.notify()
             self._thread.join()
-            self._waker.close()
+            self._eventfd.close()
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for source in (self._socket, self._monitor, self._zap, self._waker):
+        for source in (self._socket, self._monitor, self._zap, self._eventfd):
             poller.register(source, zmq.POLLIN)
         while not self._closed:
             ready = dict(poller.poll())

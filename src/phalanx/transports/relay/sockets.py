@@ -1,8 +1,6 @@
-"""ZeroMQ sockets of the relay and its clients: their limits, their keys and a waker."""
+"""ZeroMQ sockets of the relay and its clients: their limits and keys."""
 
 from __future__ import annotations
-
-import os
 
 import zmq
 
@@ -11,7 +9,6 @@ from phalanx.system import curve
 
 __all__ = [
     "MAX_DATA_BYTES",
-    "Waker",
     "client_key_pair",
     "configure_client",
     "configure_server",
@@ -56,26 +53,3 @@ def server_key_pair(key: bytes) -> curve.KeyPair:
 def client_key_pair(key: bytes) -> curve.KeyPair:
     """Return the key pair that all clients of the relay share."""
     return curve.make_key_pair(derive(key, "relay client"))
-
-
-class Waker:
-    """A pollable object by which other threads wake a polling thread."""
-
-    def __init__(self) -> None:
-        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def fileno(self) -> int:
-        """Return the file descriptor to poll."""
-        return self._descriptor
-
-    def wake(self) -> None:
-        """Wake the polling thread, now or at its next poll."""
-        os.eventfd_write(self._descriptor, 1)
-
-    def clear(self) -> None:
-        """Clear all calls of `wake` so far."""
-        os.eventfd_read(self._descriptor)
-
-    def close(self) -> None:
-        """Close the descriptor; no thread may call `wake` afterwards."""
-        os.close(self._descriptor)
