@@ -5,6 +5,7 @@ Needs root, iproute2, and OpenSSH's server and client.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -89,9 +90,10 @@ class SshHosts:
 
     def processes(self, words: str) -> list[psutil.Process]:
         """Return the processes on the hosts whose command lines contain `words`."""
-        namespaces = {
-            _pid_namespace(child.pid) for server in self._servers for child in _children(server)
-        }
+        namespaces = set()
+        for child in (child for server in self._servers for child in _children(server)):
+            with contextlib.suppress(OSError):  # it has just ended
+                namespaces.add(_pid_namespace(child.pid))
         found = []
         for process in psutil.process_iter():
             try:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.launcher.options import parse, rendezvous_timeout
+from phalanx.launcher.options import make_job, parse_arguments, rendezvous_timeout
 from phalanx.launcher.rendezvous import open_rendezvous
 
 BACKEND = "phalanx"
@@ -290,14 +290,14 @@ def test_a_closed_output_ends_the_ranks(phalanx, script):
         ("--nnodes 2 --master-addr fe80::1%eth0 x.py", "or --master-addr: expected"),
         ("--nnodes 2 --master-addr a..b x.py", "'a..b:29500'.*expected HOST:PORT"),
         ("--key-fd 99999999999999999999 x.py", "which is not the number of an open file"),
-        ("", "training_script"),
+        ("", "no script: expected"),
     ],
 )
 def test_invalid_arguments(arguments, message, tmp_path, monkeypatch):
     (tmp_path / "x.py").touch()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=message):
-        parse(arguments.split())
+        make_job(parse_arguments(arguments.split()))
 
 
 def test_a_signal_at_the_end_of_the_job(script, tmp_path):
@@ -318,7 +318,7 @@ def test_a_master_address_with_a_blank(tmp_path, monkeypatch):
     (tmp_path / "x.py").touch()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"'node a:29500'.*without blanks"):
-        parse(["--nnodes", "2", "--master-addr", "node a", "x.py"])
+        make_job(parse_arguments(["--nnodes", "2", "--master-addr", "node a", "x.py"]))
 
 
 @pytest.mark.parametrize("number", ("0", "1"))
@@ -327,7 +327,7 @@ def test_a_missing_interface(number, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PHALANX_INTERFACE", "eth77")
     options = ["--nnodes", "2", "--node-rank", number, "--master-addr", "127.0.0.1"]
-    job = parse([*options, "--rdzv-conf", "timeout=1", "x.py"])
+    job = make_job(parse_arguments([*options, "--rdzv-conf", "timeout=1", "x.py"]))
     expected = pytest.raises(UsageError, match="PHALANX_INTERFACE='eth77' in the environment: this")
     with expected, open_rendezvous(job, print):
         pass
@@ -339,13 +339,14 @@ def test_a_missing_interface(number, tmp_path, monkeypatch):
 def test_rendezvous_timeout(options, seconds, tmp_path, monkeypatch):
     (tmp_path / "x.py").touch()
     monkeypatch.chdir(tmp_path)
-    assert rendezvous_timeout(parse(f"--nnodes 2 {options} x.py".split()).config) == seconds
+    job = make_job(parse_arguments(f"--nnodes 2 {options} x.py".split()))
+    assert rendezvous_timeout(job.config) == seconds
 
 
 def test_an_unknown_rendezvous_backend(tmp_path, monkeypatch):
     (tmp_path / "x.py").touch()
     monkeypatch.chdir(tmp_path)
-    job = parse(["--rdzv-backend", "nosuch", "x.py"])
+    job = make_job(parse_arguments(["--rdzv-backend", "nosuch", "x.py"]))
     expected = pytest.raises(UsageError, match=r"--rdzv-backend nosuch .* expected static, c10d")
     with expected, open_rendezvous(job, print):
         pass
@@ -403,11 +404,11 @@ def test_number_of_ranks(monkeypatch, tmp_path):
     monkeypatch.delenv("PET_NPROC_PER_NODE", raising=False)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     monkeypatch.setattr("phalanx.launcher.options.usable_cores", lambda: 5)
-    assert parse(["x.py"]).config.nproc_per_node == 5
-    assert parse(["--nproc-per-node=auto", "x.py"]).config.nproc_per_node == 5
+    assert make_job(parse_arguments(["x.py"])).config.nproc_per_node == 5
+    assert make_job(parse_arguments(["--nproc-per-node=auto", "x.py"])).config.nproc_per_node == 5
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 3)
-    assert parse(["x.py"]).config.nproc_per_node == 3
-    assert parse(["--nproc-per-node=cpu", "x.py"]).config.nproc_per_node == 5
+    assert make_job(parse_arguments(["x.py"])).config.nproc_per_node == 3
+    assert make_job(parse_arguments(["--nproc-per-node=cpu", "x.py"])).config.nproc_per_node == 5
     monkeypatch.setenv("PET_NPROC_PER_NODE", "2")
-    assert parse(["x.py"]).config.nproc_per_node == 2
+    assert make_job(parse_arguments(["x.py"])).config.nproc_per_node == 2

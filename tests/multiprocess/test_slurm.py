@@ -13,7 +13,7 @@ import pytest
 
 from phalanx import env
 from phalanx.errors import UsageError
-from phalanx.launcher.options import parse
+from phalanx.launcher.options import make_job, parse_arguments
 from phalanx.launcher.slurm import SlurmStep, _listen_address
 
 SCRIPT = """
@@ -238,5 +238,5 @@ def test_phalanx_run_under_another_launcher(
         f"^{other} has started several instances of `phalanx run`.*`{other} ... python SCRIPT`"
     )
     with pytest.raises(UsageError, match=message):
-        parse([str(script)])
-    assert parse(["--nnodes", "2", "--master-addr", "n1", str(script)])
+        make_job(parse_arguments([str(script)]))
+    assert make_job(parse_arguments(["--nnodes", "2", "--master-addr", "n1", str(script)]))

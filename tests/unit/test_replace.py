@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx import env
 from phalanx.backend import replace
 from phalanx.errors import UsageError
-from phalanx.launcher.options import parse
+from phalanx.launcher.options import make_job, parse_arguments
 
 NAMES = {"gloo": ("gloo",), " Gloo, MPI": ("gloo", "mpi"), "tcp,mpi,tcp": ("tcp", "mpi")}
 
@@ -127,7 +127,7 @@ def test_backends_that_would_be_lost_are_not_replaced(
 
 def test_the_option_wins_over_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_REPLACE", "mpi")
-    parse(["--replace", "Gloo,tcp", "--nproc-per-node", "1", __file__])
+    make_job(parse_arguments(["--replace", "Gloo,tcp", "--nproc-per-node", "1", __file__]))
     assert os.environ["PHALANX_REPLACE"] == "gloo,tcp"
 
 
@@ -138,13 +138,13 @@ def test_wrong_names_on_the_command_line(
     monkeypatch.setenv("PHALANX_REPLACE", variable)
     argv = [] if option is None else ["--replace", option]
     with pytest.raises(UsageError, match=r"cannot be replaced; expected some of gloo, mpi, tcp"):
-        parse([*argv, "--nproc-per-node", "1", __file__])
+        make_job(parse_arguments([*argv, "--nproc-per-node", "1", __file__]))
 
 
 def test_replacement_needs_autoload(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     with pytest.raises(UsageError, match="TORCH_DEVICE_BACKEND_AUTOLOAD"):
-        parse(["--replace", "gloo", "--nproc-per-node", "1", __file__])
+        make_job(parse_arguments(["--replace", "gloo", "--nproc-per-node", "1", __file__]))
 
 
 @pytest.mark.sampled(2)

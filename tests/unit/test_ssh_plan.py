@@ -10,8 +10,15 @@ import pytest
 
 from phalanx import key as keys
 from phalanx.errors import UsageError
-from phalanx.launcher.options import parse
-from phalanx.launcher.ssh.plan import HostSpec, Plan, make_plan, parse_hosts
+from phalanx.launcher.options import as_words, make_job, parse_arguments
+from phalanx.launcher.ssh.plan import (
+    HOST_OPTIONS,
+    REPLACED_OPTIONS,
+    HostSpec,
+    Plan,
+    make_plan,
+    parse_hosts,
+)
 from phalanx.launcher.ssh.protocol import pack, unpack
 from phalanx.system.ssh import LineSplitter
 
@@ -63,18 +70,26 @@ def test_invalid_hosts(text: str, message: str) -> None:
         parse_hosts(text)
 
 
-def make_test_plan(hosts: str = "a:1,b:1", options: tuple[str, ...] = (), **given: object) -> Plan:
-    return make_plan({"hosts": hosts, **given}, options, ["script.py"])
+def make_test_plan(*options: str) -> Plan:
+    args = parse_arguments([*options, "--hosts", "a:1,b:1", "script.py", "--ssh", "x"])
+    return make_plan(args, as_words(args, omit=(*HOST_OPTIONS, *REPLACED_OPTIONS)))
 
 
 def test_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_TRANSPORT", "gloo")
     monkeypatch.setenv("PHALANX_HOST_ID", "this one")
     monkeypatch.setenv("NAME", "a value")
-    options = ("--master-addr", "x", "--tee", "3", "--master-port", "29500")
-    given = {"master_addr": "x", "master_port": "29500", "shutdown_timeout": "3"}
-    plan = make_test_plan(options=options, export=["NAME", "OTHER=a=b", "EMPTY="], **given)
-    assert plan.options == ["--tee", "3"]
+    options = "--master-addr x --tee 3 --monitor_interval 2 -m --master-port=29500 --replace=gloo"
+    exports = ("--export", "NAME", "--export", "OTHER=a=b", "--export=EMPTY=")
+    plan = make_test_plan(*options.split(), "--shutdown-timeout", "3", *exports)
+    assert sorted(plan.options) == [
+        "--module",
+        "--monitor-interval=2.0",
+        "--replace=gloo",
+        "--shutdown-timeout=3",
+        "--tee=3",
+    ]
+    assert plan.command == ["script.py", "--ssh", "x"]
     assert (plan.master_addr, plan.master_port, plan.stop_timeout) == ("x", "29500", 3.0)
     assert plan.python == sys.executable
     assert plan.environment.items() >= {"PHALANX_TRANSPORT": "gloo", "NAME": "a value"}.items()
@@ -97,45 +112,34 @@ def test_interface_names_are_forwarded_but_not_addresses(
 def test_a_given_key(tmp_path: Path) -> None:
     path = str(tmp_path / "key")
     keys.create_file(path)
-    plan = make_test_plan(options=("--key-file", path), key_file=path)
+    plan = make_test_plan("--key-file", path)
     assert plan.key == keys.from_file(path)
     assert plan.options == []
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("option", "message"),
     [
-        ({"nnodes": "2"}, "--hosts determines the hosts of the job: omit --nnodes"),
-        ({"node_rank": "0"}, "omit --node-rank"),
-        ({"key_fd": "3"}, "omit --key-fd"),
-        ({"export": ["NO_SUCH_NAME"]}, "'NO_SUCH_NAME', which is not set here"),
-        ({"export": ["=x"]}, "--export is '=x': expected NAME or NAME=VALUE"),
-        ({"ssh": "no-such-ssh -p 22"}, "there is no program 'no-such-ssh': --hosts needs OpenSSH"),
-        ({"ssh": "ssh 'x"}, "No closing quotation"),
-        ({"shutdown_timeout": "soon"}, "--shutdown-timeout is 'soon': expected seconds"),
+        ("--nnodes=2", "--hosts determines the hosts of the job: omit --nnodes"),
+        ("--node-rank=0", "omit --node-rank"),
+        ("--rdzv-endpoint=a:1", "omit --rdzv-endpoint"),
+        ("--key-fd=3", "omit --key-fd"),
+        ("--export=NO_SUCH_NAME", "'NO_SUCH_NAME', which is not set here"),
+        ("--export==x", "--export is '=x': expected NAME or NAME=VALUE"),
+        ("--ssh=no-such-ssh -p 22", "there is no program 'no-such-ssh': --hosts needs OpenSSH"),
+        ("--ssh=ssh 'x", "No closing quotation"),
+        ("--shutdown-timeout=soon", "shutdown-timeout"),
     ],
 )
-def test_invalid_options(given: dict[str, object], message: str) -> None:
+def test_invalid_options(option: str, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
-        make_test_plan(**given)  # type: ignore[arg-type]
+        make_test_plan(option)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            "--monitor-interval 1 --hosts a:1 x.py",
-            "--hosts must come first, before torchrun's other options",
-        ),
-        (
-            "--remote-python python3 x.py",
-            "--remote-python is for starting hosts over ssh: give --hosts",
-        ),
-    ],
-)
-def test_options_in_the_wrong_place(arguments: str, message: str) -> None:
+def test_an_option_that_needs_hosts() -> None:
+    message = "--remote-python is for starting hosts over ssh: give --hosts"
     with pytest.raises(UsageError, match=message):
-        parse(arguments.split())
+        make_job(parse_arguments(["--remote-python", "python3", "x.py"]))
 
 
 def test_messages_among_shell_output() -> None:

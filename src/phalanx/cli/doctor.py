@@ -88,7 +88,7 @@ def command(
     from phalanx.doctor.peers import ranks
     from phalanx.doctor.peers.ssh import measure_over_ssh, parse_peer_names, serve_stdin
     from phalanx.errors import UsageError
-    from phalanx.launcher.ssh.plan import parse_ssh_command
+    from phalanx.system.ssh import parse_ssh_command
 
     if answer:
         serve_stdin()

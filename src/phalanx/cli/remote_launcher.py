@@ -156,11 +156,12 @@ def _run(start: dict[str, Any], finished: threading.Event) -> dict[str, Any]:
     from phalanx import key as keys
     from phalanx.errors import PhalanxError, UsageError
     from phalanx.launcher.elastic_agent import run
+    from phalanx.launcher.options import parse_arguments
 
     key = keys.to_sealed_memory(bytes.fromhex(start["key"]))
     os.lseek(key, 0, os.SEEK_SET)
     try:
-        outcome = run(["--key-fd", str(key), *start["arguments"]])
+        outcome = run(parse_arguments(["--key-fd", str(key), *start["arguments"]]))
     except UsageError as error:
         return _make_end_message(2, str(error))
     except PhalanxError as error:  # a failed rendezvous: another host may know the cause

@@ -1,5 +1,5 @@
 """`phalanx run`: run a script on several ranks."""
-# ruff: noqa: ARG001 - the options are passed to torchrun's parser, from the context
+# ruff: noqa: ARG001 - the options are declared for the help; torchrun's parser reads the arguments
 
 import importlib
 import os
@@ -7,8 +7,11 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from rich.console import Console
 
 # Line ends are kept as they are, so a paragraph is one line.
@@ -37,14 +40,21 @@ _HELP = "\n\n".join(
     )
 )
 
+
+class _UnparsedCommand(TyperCommand):
+    """A command that leaves its arguments to the function; the options only appear in the help."""
+
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
+        """Keep all arguments in the context. Only a `--help` that comes first is handled here."""
+        if arguments[:1] in (["-h"], ["--help"]):  # without importing torch
+            super().parse_args(context, arguments[:1])
+        context.args = list(arguments)
+        return arguments
+
+
 SETTINGS: dict[str, Any] = {
+    "cls": _UnparsedCommand,
     "help": _HELP,
-    "context_settings": {
-        # Options that are not listed belong to torchrun or to the script.
-        "ignore_unknown_options": True,
-        "allow_extra_args": True,
-        "allow_interspersed_args": False,
-    },
     "options_metavar": "[OPTIONS] SCRIPT [ARGS]...",
     "epilog": "All other options of torchrun are accepted too.",
 }
@@ -219,25 +229,19 @@ def command(
         ),
     ] = None,
 ) -> None:
-    """Run a Python script on several ranks; the arguments are read from `context`."""
+    """Run a Python script on several ranks; the arguments are in `context`."""
     load_torch_quietly()
-    from phalanx.errors import UsageError
-
-    options = []
-    for name, value in context.params.items():
-        if hosts is not None and name in ("hosts", "export", "ssh", "remote_python"):
-            continue
-        for item in value if isinstance(value, list | tuple) else [value]:
-            if item not in (None, False):
-                options += [f"--{name.replace('_', '-')}", *([] if item is True else [item])]
-    if not context.args:
-        raise UsageError("no script: expected `phalanx run [OPTIONS] SCRIPT [ARGS]...`")
-    if hosts is not None:
-        _run_on_hosts(context, options)
-
     from phalanx.launcher.elastic_agent import run
+    from phalanx.launcher.options import HelpRequested, parse_arguments
 
-    outcome = run([*options, *context.args])
+    try:
+        args = parse_arguments(context.args)
+    except HelpRequested:
+        typer.echo(context.get_help())
+        return
+    if args.hosts is not None:
+        _run_on_hosts(args)
+    outcome = run(args)
     if outcome.report:
         sys.stderr.write(f"phalanx run: {outcome.report}\n")
     if outcome.is_remote and outcome.job:
@@ -247,11 +251,13 @@ def command(
     raise typer.Exit(outcome.code)
 
 
-def _run_on_hosts(context: typer.Context, options: list[str]) -> NoReturn:
+def _run_on_hosts(args: "Namespace") -> NoReturn:
+    from phalanx.launcher.options import as_words
     from phalanx.launcher.ssh.job import run_on_hosts
-    from phalanx.launcher.ssh.plan import make_plan
+    from phalanx.launcher.ssh.plan import HOST_OPTIONS, REPLACED_OPTIONS, make_plan
 
-    outcome = run_on_hosts(make_plan(context.params, options, context.args))
+    plan = make_plan(args, as_words(args, omit=(*HOST_OPTIONS, *REPLACED_OPTIONS)))
+    outcome = run_on_hosts(plan)
     if outcome.report:
         sys.stderr.write(f"phalanx run: {outcome.report}\n{outcome.explanation}")
     raise typer.Exit(outcome.code)

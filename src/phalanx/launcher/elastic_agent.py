@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -44,7 +45,7 @@ from phalanx.launcher.failures import (
 )
 from phalanx.launcher.host_resources import check_host
 from phalanx.launcher.job_coordinator import AbsentHostError, Agreement, JobCoordinator, agree
-from phalanx.launcher.options import Job, parse, presence_timeout
+from phalanx.launcher.options import Job, make_job, presence_timeout
 from phalanx.launcher.output_forwarder import Exit, OutputForwarder, Sink
 from phalanx.launcher.rank_environment import rank_defaults
 from phalanx.launcher.rendezvous import HostRendezvous, open_rendezvous
@@ -82,21 +83,21 @@ class HostOutcome(NamedTuple):
     is_remote: bool = False
 
 
-def run(argv: Sequence[str]) -> HostOutcome:
-    """Run a script on many ranks, as `phalanx run ARGV` does, and block until all have ended.
+def run(args: Namespace) -> HostOutcome:
+    """Run a script on many ranks, as `phalanx run` does, and block until all have ended.
 
     Must be called in the main thread, because it handles SIGINT, SIGTERM, SIGHUP and SIGQUIT: each
     stops the ranks.
 
     Args:
-        argv: The options of torchrun, the script and its arguments.
+        args: The arguments of `phalanx run`, without `hosts`.
 
     Raises:
         UsageError: An argument is invalid, or a port is in use.
         LaunchError: The rendezvous of the hosts failed, or this host cannot start ranks.
     """
     _silence_agent_log()
-    job = parse(argv)
+    job = make_job(args)
     with _restore_signal_handlers(job.config.signals_to_handle):
         try:
             return _run(job)

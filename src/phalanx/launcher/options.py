@@ -1,6 +1,7 @@
 """The command line of `phalanx run`: torchrun's, with other defaults and readable errors.
 
-The functions beside `parse` read the rendezvous endpoint of a job and its timeouts.
+`parse_arguments` reads it, `make_job` checks it and makes the parameters of the agent. The other
+functions read the rendezvous endpoint of a job and its timeouts.
 """
 
 import importlib.machinery
@@ -11,7 +12,7 @@ import shutil
 import sys
 import uuid
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -33,9 +34,12 @@ from phalanx.launcher.ssh.plan import HOST_OPTIONS, STOP_TIMEOUT
 from phalanx.torch_versions import shutdown_timeout
 
 __all__ = [
+    "HelpRequested",
     "Job",
+    "as_words",
     "is_store_host",
-    "parse",
+    "make_job",
+    "parse_arguments",
     "presence_timeout",
     "read_timeout",
     "rendezvous_address",
@@ -74,28 +78,78 @@ class Job:
     """The job's key; None if there are several hosts and no key was given."""
 
 
+class HelpRequested(Exception):  # noqa: N818 - not an error
+    """The arguments contain `--help`."""
+
+
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        if "training_script" in message:
+            message = "no script: expected `phalanx run [OPTIONS] SCRIPT [ARGS]...`"
         raise UsageError(f"{message}; `phalanx run --help` lists the options")
 
+    def print_help(self, _file: object = None) -> NoReturn:
+        raise HelpRequested
 
-def parse(argv: Sequence[str]) -> Job:
-    """Parse torchrun's options, the script and its arguments.
 
-    Raises:
-        UsageError: An option is invalid, as far as can be checked before a process is started.
+def _make_parser() -> ArgumentParser:
+    """Return torchrun's parser, extended by the options of Phalanx.
+
+    The default of an option is None if its use with `--hosts` depends on whether it is given.
     """
     parser = _Parser("phalanx run", parents=[torchrun.get_args_parser()], add_help=False)
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node="auto")
-    parser.add_argument("--replace")
-    parser.add_argument("--simulate-hosts")
-    parser.add_argument("--key-file")
-    parser.add_argument("--key-fd")
-    for name in HOST_OPTIONS:
-        parser.add_argument(f"--{name.replace('_', '-')}")
-    args = parser.parse_args(list(argv))
+    for name in ("node_rank", "master_addr"):
+        if f"PET_{name.upper()}" not in os.environ:
+            parser.set_defaults(**{name: None})
+    for name in ("replace", "simulate-hosts", "key-file", "key-fd", "hosts", "ssh"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--remote-python")
+    parser.add_argument("--export", action="append")
+    return parser
+
+
+def parse_arguments(argv: Sequence[str]) -> Namespace:
+    """Parse the options of `phalanx run`, the script and its arguments.
+
+    Raises:
+        UsageError: There is no script, or an option is unknown or has an invalid value.
+        HelpRequested: `--help` is among the options.
+    """
+    return _make_parser().parse_args(list(argv))
+
+
+def as_words(args: Namespace, omit: Collection[str] = ()) -> list[str]:
+    """Return the options that differ from their defaults as words of a command line.
+
+    Args:
+        args: The result of `parse_arguments`.
+        omit: The names of options to leave out.
+    """
+    words = []
+    for action in _make_parser()._actions:
+        value = getattr(args, action.dest, None)
+        if not action.option_strings or action.dest in omit or value in (None, action.default):
+            continue
+        option = next(name for name in action.option_strings if name.startswith("--"))
+        if action.nargs == 0:
+            words.append(option)
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, list) else value
+            words.append(f"{option}={text}")
+    return words
+
+
+def make_job(args: Namespace) -> Job:
+    """Check the arguments of `phalanx run` on one host, and make the parameters of the agent.
+
+    Raises:
+        UsageError: An option is invalid, as far as can be checked before a process is started.
+    """
     _check_host_options(args)
+    args.node_rank = args.node_rank or 0
+    args.master_addr = args.master_addr or "127.0.0.1"
     args.nproc_per_node = str(_parse_nproc(args.nproc_per_node))
     _check_script(args)
     _check_port(args)
@@ -304,9 +358,7 @@ def _replace_backends(text: str | None) -> None:
 
 
 def _check_host_options(args: Namespace) -> None:
-    """Reject the options for `--hosts`, which the command line handles before this parser."""
-    if args.hosts is not None:
-        raise UsageError("--hosts must come first, before torchrun's other options")
+    """Reject options that need `--hosts`."""
     for name in HOST_OPTIONS:
         if getattr(args, name) is not None:
             raise UsageError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import subprocess
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from phalanx.system.processes import ChildProcess
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["LineSplitter", "SshProcess", "resolve_address"]
+__all__ = ["LineSplitter", "SshProcess", "parse_ssh_command", "resolve_address"]
 
 CONFIGURATION_TIMEOUT = 10
 """Seconds allowed for ssh to read its configuration."""
@@ -25,6 +26,31 @@ _OPTIONS = (
     *("-o", f"ConnectTimeout={_CONNECT_TIMEOUT}"),
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=6"),
 )
+
+
+def parse_ssh_command(text: str, option: str = "--hosts") -> list[str]:
+    """Split the value of `--ssh` into words.
+
+    Args:
+        text: The command in shell syntax.
+        option: The name of the option that needs ssh, for the error message.
+
+    Raises:
+        UsageError: The value cannot be parsed, or there is no such program.
+    """
+    from phalanx.errors import UsageError  # imports torch, which the launchers of hosts delay
+
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"--ssh is {text!r}: {error}") from None
+    if not words or shutil.which(words[0]) is None:
+        program = words[0] if words else ""
+        raise UsageError(
+            f"there is no program {program!r}: {option} needs OpenSSH's client (the package "
+            "openssh-client or openssh-clients); install it, or name another program with --ssh"
+        )
+    return words
 
 
 class LineSplitter:

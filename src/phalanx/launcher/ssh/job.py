@@ -163,16 +163,16 @@ class _Job:
         first: Any = self._connections[0].hello
         token = secrets.token_hex(8)
         for number, connection in enumerate(self._connections):
-            options = list(self._plan.options)
+            # All hosts start together, so a short timeout is enough. The user's options come later
+            # and override it.
+            options = ["--rdzv-conf", f"timeout={_RENDEZVOUS_SECONDS}", "--rdzv-id", token]
+            options += self._plan.options
             if connection.host.nprocs is not None:
                 options += ["--nproc-per-node", str(connection.host.nprocs)]
             if master_addr:
                 port = self._plan.master_port or str(first["port"])
                 options += ["--nnodes", str(len(self._connections)), "--node-rank", str(number)]
-                options += ["--master-addr", master_addr, "--master-port", port, "--rdzv-id", token]
-                # All hosts start together, so a short timeout is enough. An option of the user
-                # comes later and overrides it.
-                options += ["--rdzv-conf", f"timeout={_RENDEZVOUS_SECONDS}"]
+                options += ["--master-addr", master_addr, "--master-port", port]
             connection.start(
                 arguments=[*options, *self._plan.command],
                 key=self._plan.key.hex(),

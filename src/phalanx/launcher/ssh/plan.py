@@ -4,24 +4,24 @@ import ipaddress
 import os
 import re
 import secrets
-import shlex
-import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from phalanx import key as keys
 from phalanx.errors import UsageError
+from phalanx.system.ssh import parse_ssh_command
+from phalanx.torch_versions import shutdown_timeout
 
 __all__ = [
     "HOST_OPTIONS",
+    "REPLACED_OPTIONS",
     "STOP_TIMEOUT",
     "HostSpec",
     "Plan",
     "make_plan",
     "parse_hosts",
-    "parse_ssh_command",
 ]
 
 HOST_OPTIONS = ("hosts", "export", "ssh", "remote_python")
@@ -30,7 +30,9 @@ HOST_OPTIONS = ("hosts", "export", "ssh", "remote_python")
 STOP_TIMEOUT = 10
 """The default seconds between SIGTERM and SIGKILL; --shutdown-timeout overrides it."""
 
-_REPLACED_OPTIONS = ("master_addr", "master_port", "key_file", "key_fd")
+REPLACED_OPTIONS = ("master_addr", "master_port", "key_file", "key_fd")
+"""The names of the options that the launcher sets for each host."""
+
 # These variables are specific to one machine or one process.
 _NOT_FORWARDED = {
     "PHALANX_ADVERTISE_ADDR",
@@ -72,7 +74,7 @@ class Plan:
     Attributes:
         hosts: The hosts, in the order in which their ranks are numbered.
         options: The options of `phalanx run` for every host.
-        command: The other options of torchrun, the script and its arguments.
+        command: The script and its arguments.
         environment: The environment variables that the ranks on every host get.
         ssh: The ssh program and its options.
         python: The path of the Python interpreter on the hosts.
@@ -94,32 +96,32 @@ class Plan:
     key: bytes = field(repr=False)
 
 
-def make_plan(params: Mapping[str, Any], options: Sequence[str], command: Sequence[str]) -> Plan:
-    """Parse the options of a job over many hosts.
+def make_plan(args: Namespace, options: Sequence[str]) -> Plan:
+    """Check the arguments of a job over many hosts, and make its plan.
 
     Args:
-        params: All options of `phalanx run` by name; None for an option that is not given.
-        options: The given options that are not in `HOST_OPTIONS`, as a command line.
-        command: The rest of the command line.
+        args: The arguments of `phalanx run`, with `hosts`.
+        options: The options for every host: those in neither `HOST_OPTIONS` nor `REPLACED_OPTIONS`.
 
     Raises:
         UsageError: An option is invalid, or this machine has no ssh.
     """
-    for name in ("nnodes", "node_rank", "rdzv_endpoint"):
-        if params.get(name) is not None:
-            option = name.replace("_", "-")
-            raise UsageError(f"--hosts determines the hosts of the job: omit --{option}")
+    hosts = parse_hosts(args.hosts)
+    for name in ("nnodes", "node-rank", "rdzv-endpoint"):
+        if any(word.startswith(f"--{name}=") for word in options):
+            raise UsageError(f"--hosts determines the hosts of the job: omit --{name}")
+    timeout = shutdown_timeout(args, STOP_TIMEOUT)
     return Plan(
-        parse_hosts(params["hosts"]),
-        _remove_replaced(options),
-        command,
-        _environment(params.get("export") or (), os.environ),
-        parse_ssh_command(params.get("ssh") or "ssh"),
-        params.get("remote_python") or sys.executable,
-        params.get("master_addr") or "",
-        params.get("master_port") or "",
-        _parse_seconds(params.get("shutdown_timeout")),
-        _read_key(params),
+        hosts,
+        options,
+        [args.training_script, *args.training_script_args],
+        _environment(args.export or (), os.environ),
+        parse_ssh_command(args.ssh or "ssh"),
+        args.remote_python or sys.executable,
+        args.master_addr or "",
+        str(args.master_port or ""),
+        STOP_TIMEOUT if timeout is None else timeout,
+        _read_key(args),
     )
 
 
@@ -169,16 +171,6 @@ def _parse_host(part: str, text: str) -> HostSpec:
     return HostSpec(target, None if nprocs is None else int(nprocs))
 
 
-def _remove_replaced(options: Sequence[str]) -> list[str]:
-    """Return the options without those that the launcher sets for each host, and their values."""
-    replaced = {f"--{name.replace('_', '-')}" for name in _REPLACED_OPTIONS}
-    return [
-        word
-        for number, word in enumerate(options)
-        if word not in replaced and (number == 0 or options[number - 1] not in replaced)
-    ]
-
-
 def _environment(export: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     """Return the Phalanx variables that apply to every host, and those that the user exports."""
     variables = {
@@ -208,38 +200,8 @@ def _is_address(text: str) -> bool:
     return True
 
 
-def parse_ssh_command(text: str, option: str = "--hosts") -> list[str]:
-    """Split the value of `--ssh` into words.
-
-    Args:
-        text: The command in shell syntax.
-        option: The name of the option that needs ssh, for the error message.
-
-    Raises:
-        UsageError: The value cannot be parsed, or there is no such program.
-    """
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise UsageError(f"--ssh is {text!r}: {error}") from None
-    if not words or shutil.which(words[0]) is None:
-        program = words[0] if words else ""
-        raise UsageError(
-            f"there is no program {program!r}: {option} needs OpenSSH's client (the package "
-            "openssh-client or openssh-clients); install it, or name another program with --ssh"
-        )
-    return words
-
-
-def _read_key(params: Mapping[str, Any]) -> bytes:
-    if params.get("key_fd") is not None:
+def _read_key(args: Namespace) -> bytes:
+    if args.key_fd is not None:
         raise UsageError("--hosts sends the job's key to the hosts by itself: omit --key-fd")
-    path = params.get("key_file")
+    path = args.key_file
     return secrets.token_bytes(keys.SIZE) if path is None else keys.from_file(path)
-
-
-def _parse_seconds(text: str | None) -> float:
-    try:
-        return float(STOP_TIMEOUT if text is None else text)
-    except ValueError:
-        raise UsageError(f"--shutdown-timeout is {text!r}: expected seconds") from None
