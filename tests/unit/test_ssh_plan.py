@@ -99,6 +99,13 @@ def test_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.key.hex() not in repr(plan)
 
 
+def test_defaults_from_the_environment_are_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_MAX_RESTARTS", "3")
+    monkeypatch.setenv("PET_STANDALONE", "0")
+    assert make_test_plan().options == ["--max-restarts=3"]
+    assert make_test_plan("--max-restarts", "3").options == ["--max-restarts=3"]
+
+
 @pytest.mark.parametrize(
     ("given", "forwarded"), [("eth1", True), ("192.0.2.1", False), ("fd00::1", False)]
 )

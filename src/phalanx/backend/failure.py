@@ -17,7 +17,7 @@ from phalanx.errors import (
     PeerLost,
     PhalanxError,
 )
-from phalanx.system.signals import signal_name
+from phalanx.system.signals import describe_exit
 
 if TYPE_CHECKING:
     from phalanx.backend.membership import Membership
@@ -270,10 +270,7 @@ def _describe_exit(group: _native.Group, peer: int) -> str:
     if wait_status is None:
         is_failing = not group.closed and group.is_failing(peer)
         return "failed with an uncaught exception" if is_failing else "has died"
-    code = os.waitstatus_to_exitcode(wait_status)
-    if code < 0:
-        return f"was killed by {signal_name(-code)}"
-    return f"exited with code {code}"
+    return describe_exit(os.waitstatus_to_exitcode(wait_status))
 
 
 def _format_operation_and_site(

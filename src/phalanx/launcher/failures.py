@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from phalanx.system.signals import signal_name
+from phalanx.system.signals import describe_exit
 
 __all__ = [
     "CONSEQUENCE",
@@ -207,8 +207,6 @@ def format_consequences(cause: F | None, failures: Sequence[F], kind: str = "") 
 def _describe_exit(code: int) -> str:
     if code == 0:
         return "exited with code 0 before it had returned a result"
-    if code > 0:
-        return f"exited with code {code}"
     if code == -signal.SIGKILL:
         return "was killed by SIGKILL (sent by hand, or by the kernel when memory ran out)"
-    return f"was killed by {signal_name(-code)}"
+    return describe_exit(code)

@@ -123,6 +123,8 @@ def parse_arguments(argv: Sequence[str]) -> Namespace:
 def as_words(args: Namespace, omit: Collection[str] = ()) -> list[str]:
     """Return the options that differ from their defaults as words of a command line.
 
+    Options whose defaults this machine's environment sets (`PET_*`) are included.
+
     Args:
         args: The result of `parse_arguments`.
         omit: The names of options to leave out.
@@ -130,7 +132,8 @@ def as_words(args: Namespace, omit: Collection[str] = ()) -> list[str]:
     words = []
     for action in _make_parser()._actions:
         value = getattr(args, action.dest, None)
-        if not action.option_strings or action.dest in omit or value in (None, action.default):
+        is_default = value == action.default and f"PET_{action.dest.upper()}" not in os.environ
+        if not action.option_strings or action.dest in omit or is_default or value in (None, False):
             continue
         option = next(name for name in action.option_strings if name.startswith("--"))
         if action.nargs == 0:

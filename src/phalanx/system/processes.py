@@ -14,12 +14,10 @@ import subprocess
 import time
 from typing import TYPE_CHECKING, Any
 
-from phalanx.system.signals import signal_name
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["ChildProcess", "RankPidfds", "describe_exit", "signal_group"]
+__all__ = ["ChildProcess", "RankPidfds", "signal_group"]
 
 
 class ChildProcess(subprocess.Popen[bytes]):
@@ -61,11 +59,6 @@ def signal_group(pid: int, number: int) -> None:
     """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
-
-
-def describe_exit(code: int) -> str:
-    """Describe an exit code as in `subprocess`: "exited with code 3" or "was killed by SIGKILL"."""
-    return f"exited with code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
 
 
 class RankPidfds:
