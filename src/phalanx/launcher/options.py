@@ -133,7 +133,8 @@ def as_words(args: Namespace, omit: Collection[str] = ()) -> list[str]:
     for action in _make_parser()._actions:
         value = getattr(args, action.dest, None)
         is_default = value == action.default and f"PET_{action.dest.upper()}" not in os.environ
-        if not action.option_strings or action.dest in omit or is_default or value in (None, False):
+        is_given = not is_default and value is not None and value is not False
+        if not (is_given and action.option_strings) or action.dest in omit:
             continue
         option = next(name for name in action.option_strings if name.startswith("--"))
         if action.nargs == 0:
