@@ -5,8 +5,8 @@
 - `processes`: child processes, process groups, and pidfds of any processes.
 - `ssh`: programs on other hosts, connected through ssh.
 - `host_identity`: the host and the namespaces of a process, and the proof that two share memory.
-- `polling`: attempts with growing pauses.
-- `signals`: names of signals.
+- `polling`: attempts with growing pauses, and an eventfd by which threads wake each other.
+- `signals`: names of signals and descriptions of exit codes.
 
 Nothing here imports a layer above `errors` and `env`.
 """
