@@ -7,14 +7,17 @@ second. A folder of tests imports the fixture in its `conftest.py`.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
+import torch
 import torch.distributed as dist
 
 from phalanx.testing import processes
@@ -163,6 +166,26 @@ def run_in_group(timeout: float, function: Callable[..., object], *arguments: ob
     if dist.is_initialized():
         dist.destroy_process_group()
     return value
+
+
+def marker_file(name: str) -> Path:
+    """A file in the folder that the ranks of a test share; its existence tells them something."""
+    return Path(os.environ["FOLDER"], name)
+
+
+def wait_for_file(name: str, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not marker_file(name).exists():
+        assert time.monotonic() < end, f"{name} was not created"
+        time.sleep(0.002)
+
+
+def connect_ranks() -> None:
+    """Return once every rank has completed an all-reduce, so that none can still fail in it."""
+    dist.all_reduce(torch.ones(3))
+    marker_file(f"connected{dist.get_rank()}").touch()
+    for rank in range(dist.get_world_size()):
+        wait_for_file(f"connected{rank}")
 
 
 @contextmanager

@@ -16,20 +16,9 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx.hierarchical.messages import MessageMatcher
-from tests.ranks import RankServer
+from tests.ranks import RankServer, marker_file, wait_for_file
 
 LIMIT = 20.0
-
-
-def wait_for_file(name: str) -> None:
-    end = time.monotonic() + LIMIT
-    while not Path(os.environ["FOLDER"], name).exists():
-        assert time.monotonic() < end, f"{name} was not created"
-        time.sleep(0.002)
-
-
-def create_file(name: str) -> None:
-    Path(os.environ["FOLDER"], name).touch()
 
 
 def mismatch_between_hosts(kind: str) -> str:
@@ -73,7 +62,7 @@ def mismatched_message() -> tuple[str, list[float]]:
 
         thread = threading.Thread(target=receive)
         thread.start()
-        create_file("posted")
+        marker_file("posted").touch()
         thread.join(LIMIT)
         return (caught or ["nothing was raised"])[0], tensor.tolist()
     wait_for_file("posted")
@@ -98,7 +87,7 @@ def interrupt_recv() -> list[float]:
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             dist.recv(tensor, 1)
-        create_file("interrupted")
+        marker_file("interrupted").touch()
         with pytest.raises(phalanx.Aborted):
             dist.recv(other, 1)
         return tensor.tolist()
@@ -171,7 +160,7 @@ def exit_without_leaving() -> list[float]:
     while Path(f"/proc/{pid}").exists() and _process_state(pid) != "Z":
         assert time.monotonic() < end
         time.sleep(0.01)
-    create_file("gone")
+    marker_file("gone").touch()
     dist.recv(tensor, 1)
     return tensor.tolist()
 
@@ -207,7 +196,7 @@ def leave_while_waiting() -> str:
     while not matcher._posted:
         assert time.monotonic() < end
     dist.destroy_process_group()
-    create_file("left")
+    marker_file("left").touch()
     thread.join(LIMIT)
     return type(errors[0]).__name__ if errors else "nothing"
 

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,20 +16,16 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx.transports import TransportError
-from tests.ranks import RankOutcome, RankServer, RunningRanks
+from tests.ranks import (
+    RankOutcome,
+    RankServer,
+    RunningRanks,
+    connect_ranks,
+    marker_file,
+    wait_for_file,
+)
 
 THIS_FILE = os.path.basename(__file__)
-
-
-def marker_file(name: str) -> Path:
-    return Path(os.environ["FOLDER"], name)
-
-
-def wait_for_file(name: str, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not marker_file(name).exists():
-        assert time.monotonic() < end, f"{name} was not created"
-        time.sleep(0.002)
 
 
 def all_reduce(rank: int) -> None:
@@ -56,7 +51,7 @@ def receive_messages(rank: int) -> None:
 
 def survive(victim: int, how: str, operation: Callable[[int], None]) -> tuple[str, float]:
     rank = dist.get_rank()
-    dist.all_reduce(torch.ones(3))
+    connect_ranks()
     if rank == victim:
         marker_file("dead").write_text(repr(time.monotonic()))
         if how == "exit":
@@ -123,7 +118,7 @@ def test_messages_from_a_rank_that_died_unconnected(ranks: RankServer) -> None:
 
 
 def lose_host(victims: tuple[int, ...]) -> tuple[str, float]:
-    dist.all_reduce(torch.ones(3))
+    connect_ranks()
     if dist.get_rank() in victims:
         marker_file("dead").write_text(repr(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -145,7 +140,7 @@ def test_killed_host(ranks: RankServer, hosts: str) -> None:
 def wait_for_busy_rank() -> str:
     """Rank 0 waits in memory for rank 1, which computes, while rank 3 dies on another host."""
     rank = dist.get_rank()
-    dist.all_reduce(torch.ones(3))
+    connect_ranks()
     if rank == 3:
         wait_for_file("waiting")
         time.sleep(0.2)
@@ -187,7 +182,7 @@ def differ(kind: str, rank: int) -> None:
 
 def mismatch(kind: str) -> str:
     rank = dist.get_rank()
-    dist.all_reduce(torch.ones(3))
+    connect_ranks()
     with pytest.raises(phalanx.CollectiveMismatch) as caught:
         differ(kind, rank)
     return str(caught.value)
@@ -209,7 +204,7 @@ def test_mismatch(ranks: RankServer, kind: str) -> None:
 
 def time_out(limit: float) -> str:
     rank = dist.get_rank()
-    dist.all_reduce(torch.ones(3))
+    connect_ranks()
     if rank == 3:
         wait_for_file("over", 30)
         return ""
@@ -229,7 +224,7 @@ def test_late_rank(ranks: RankServer) -> None:
 
 def stop_rank() -> str:
     rank = dist.get_rank()
-    dist.all_reduce(torch.ones(3))
+    connect_ranks()
     if rank == 3:
         os.kill(os.getpid(), signal.SIGSTOP)
         return ""
@@ -249,7 +244,7 @@ def test_stopped_rank(ranks: RankServer) -> None:
 
 def abort_group() -> str:
     rank = dist.get_rank()
-    dist.all_reduce(torch.ones(3))
+    connect_ranks()
     if rank == 2:
         phalanx.abort(reason="the loss is NaN")
         return "the loss is NaN by rank 2"
@@ -266,7 +261,7 @@ def test_abort(ranks: RankServer) -> None:
 
 def interrupt_rank() -> str:
     rank = dist.get_rank()
-    dist.all_reduce(torch.ones(3))
+    connect_ranks()
     if rank == 1:
         wait_for_file("failed")
         return ""
@@ -293,7 +288,7 @@ def test_ctrl_c(ranks: RankServer) -> None:
 def form_again() -> None:
     """After a failure, the survivors form another group."""
     rank = dist.get_rank()
-    dist.all_reduce(torch.ones(3))
+    connect_ranks()
     if rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(phalanx.PeerLost):
@@ -340,7 +335,7 @@ class SlowTransport:
 
 def send_to_dead_rank() -> bool:
     """Return whether the transport still used the tensor of a send after the send had failed."""
-    dist.barrier()
+    connect_ranks()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     group: Any = dist.group.WORLD

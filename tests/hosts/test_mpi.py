@@ -24,7 +24,7 @@ from tests import mpi
 from tests.conformance import cases
 from tests.mpi import MpiRanks
 from tests.networks import Network
-from tests.ranks import RankServer, run_in_group
+from tests.ranks import RankServer, connect_ranks, run_in_group
 from tests.soak.plan import Plan
 from tests.soak.rank import soak
 
@@ -146,7 +146,7 @@ def test_all_reduce_matches_gloo(under_mpirun: MpiRanks, ranks: RankServer) -> N
 
 def leave_group(how: str) -> tuple[str, float]:
     """Rank 3 leaves or aborts a group in which the others wait; its process continues."""
-    dist.all_reduce(torch.ones(5))
+    connect_ranks()
     start = time.monotonic()
     if dist.get_rank() == 3:
         if how == "abort":
