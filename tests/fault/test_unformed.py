@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.observe import job_lookup, job_reader
+from phalanx.observe import job_directory, job_reader
 from phalanx.observe.diagnosis import Diagnosis, diagnose
 from phalanx.observe.explain import as_text
 
@@ -48,7 +48,7 @@ def outputs_of(processes: Sequence[subprocess.Popen[bytes]]) -> list[str]:
 
 def diagnosis_of_kept_job() -> Diagnosis:
     """Return the diagnosis of the only job, which must have been kept as a failed one."""
-    with job_lookup.find_job() as job:
+    with job_directory.find_job() as job:
         assert job_reader.read_summary(job).state == "failed"
     return diagnose(job_reader.read_job())
 
@@ -70,7 +70,7 @@ def test_different_world_sizes(tmp_path: Path) -> None:
 def test_a_rank_that_is_taken(tmp_path: Path) -> None:
     stderr = outputs_of([start(tmp_path, 0, 2, 3), start(tmp_path, 0, 2, 3)])
     assert sum("is already taken" in text for text in stderr) == 1, stderr
-    with job_lookup.find_job() as job:
+    with job_directory.find_job() as job:
         assert job_reader.read_summary(job).state == "failed"
 
 

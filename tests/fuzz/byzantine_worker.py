@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from phalanx.rpc import local_connection as local
+from phalanx.rpc import remote_connection as remote
 from phalanx.rpc.message import (
     DTYPES,
     MAX_FRAME_SIZE,
@@ -26,7 +28,6 @@ from phalanx.rpc.message import (
     encode_frame,
 )
 from phalanx.rpc.shared_memory import ShmSender
-from phalanx.rpc.transport import local, remote
 
 __all__ = ["ByzantineWorker"]
 

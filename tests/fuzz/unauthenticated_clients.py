@@ -11,8 +11,8 @@ import struct
 from pathlib import Path
 
 from phalanx.errors import PhalanxError
+from phalanx.rpc import local_connection as local
 from phalanx.rpc.message import Kind, encode_frame
-from phalanx.rpc.transport import local
 
 __all__ = ["UnauthenticatedClients"]
 

@@ -23,9 +23,8 @@ import phalanx
 from phalanx import key, transports
 from phalanx.transports import TransportError
 from phalanx.transports.relay.connection import RelayConnection
-from phalanx.transports.relay.frames import Frame, Kind
+from phalanx.transports.relay.protocol import Frame, Kind, client_key_pair, server_key_pair
 from phalanx.transports.relay.server import RelayServer
-from phalanx.transports.relay.sockets import client_key_pair, server_key_pair
 from tests.ranks import RankServer
 
 LIMIT = 30.0

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx import _native
-from phalanx.observe import job_lookup, job_reader
+from phalanx.observe import job_directory, job_reader
 from phalanx.observe.diagnosis import diagnose
 from tests.ranks import RankServer
 from tests.waiting import wait_for
@@ -80,7 +80,7 @@ def test_records_of_killed_ranks(ranks: RankServer, jobs: Path) -> None:
     live = job_reader.read_job()
     assert live.running
     assert [rank.pid for rank in live.ranks] == run.pids
-    with job_lookup.find_job() as job:
+    with job_directory.find_job() as job:
         assert job_reader.read_summary(job).state == "running"
     for rank in range(3):
         run.signal(rank, signal.SIGKILL)
@@ -95,7 +95,7 @@ def test_records_of_killed_ranks(ranks: RankServer, jobs: Path) -> None:
     ]
     assert all(rank.last is not None for rank in job.ranks)
     assert [rank.last.kind for rank in job.ranks if rank.last] == ["all_reduce"] * 3
-    with job_lookup.find_job() as found:
+    with job_directory.find_job() as found:
         assert job_reader.read_summary(found).state == "failed"
         assert job_reader.read_summary(found).world_size == 3
 
@@ -168,7 +168,7 @@ def exit_without_cleanup(base: Path) -> None:
 
 def test_ranks_that_left_and_exited_without_cleanup(ranks: RankServer, jobs: Path) -> None:
     ranks.start(2, exit_without_cleanup, jobs, timeout=None).join()
-    with job_lookup.find_job() as job:
+    with job_directory.find_job() as job:
         assert job_reader.read_summary(job).state == "finished"
 
 
@@ -212,7 +212,7 @@ def form_subgroups_of_a_gloo_job(base: Path) -> tuple[int, int, str]:
     own_group = next(g for g, part in zip(groups, parts, strict=True) if rank in part)
     dist.all_reduce(torch.ones(1), group=own_group)
     dist.barrier()
-    with job_lookup.find_job() as job:
+    with job_directory.find_job() as job:
         recorder = job.list_recorders()[os.getpid()]
         read = _native.read_flight_recorder(job.read(recorder, 2**30), 0)
     dist.barrier()

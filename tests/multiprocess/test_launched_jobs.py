@@ -18,7 +18,7 @@ import pytest
 
 import phalanx
 from phalanx.errors import LaunchError, UsageError
-from phalanx.observe import job_lookup, job_reader
+from phalanx.observe import job_directory, job_reader
 from phalanx.observe.job_directory import JobDirectory, describe_job, make_job_name
 from tests.waiting import wait_for
 
@@ -218,7 +218,7 @@ def test_old_jobs_are_removed_when_a_new_one_starts(
     monkeypatch.setenv("PHALANX_JOBS_KEPT", "2")
     run = command.start("run", "--nproc-per-node", 1, command.script(WAIT_FOR_GO))
     command.wait_for("ready0")
-    running = job_lookup.list_jobs()[0]
+    running = job_directory.list_jobs()[0]
     old = [make_job_name() for _ in range(4)]
     for number, name in enumerate(old):
         with JobDirectory(str(jobs), name, create=True) as job:
@@ -276,7 +276,7 @@ def test_output_of_jobs_is_escaped(command: Command, jobs: Path) -> None:
     malicious = "\x1b[2J\u202e\n[bold]x"
     code, _, _ = command.run("run", "--nproc-per-node", 1, command.script("sys"), malicious)
     assert code == 1
-    (name,) = job_lookup.list_jobs()
+    (name,) = job_directory.list_jobs()
     (jobs / name / "launcher.jsonl").unlink()
     os.mkfifo(jobs / name / "launcher.jsonl")
     os.symlink(jobs / name, jobs / "20261121-0901-k3f9x2")
@@ -342,7 +342,7 @@ def test_interrupted_phalanx_launch(jobs: Path, tmp_path: Path) -> None:
     job = job_reader.read_job()
     assert job.code == 130
     assert [rank.start.stopped for rank in job.ranks if rank.start] == [True, True]
-    with job_lookup.find_job() as found:
+    with job_directory.find_job() as found:
         assert job_reader.read_summary(found).state == "failed"
 
 

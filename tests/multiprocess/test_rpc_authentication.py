@@ -19,11 +19,10 @@ import zmq
 
 from phalanx import rpc
 from phalanx.errors import PhalanxError
-from phalanx.rpc import workers
+from phalanx.rpc import local_connection, workers
 from phalanx.rpc.agent import agent
 from phalanx.rpc.event_loop import Reactor
 from phalanx.rpc.message import Kind, encode_frame
-from phalanx.rpc.transport import local
 from tests.fuzz.attack import run_attack
 from tests.ranks import RankServer
 from tests.waiting import wait_for
@@ -60,9 +59,9 @@ class AcceptorThread:
     def __init__(self) -> None:
         self.address = f"phalanx-test-{os.urandom(16).hex()}"
         self.rejected_count = 0
-        self.authenticated: list[local.LocalConnection] = []
+        self.authenticated: list[local_connection.LocalConnection] = []
         self._reactor = Reactor(lambda _: None, lambda: None)
-        self.acceptor = local.Acceptor(
+        self.acceptor = local_connection.Acceptor(
             KEY, self.address, self._reactor, self.authenticated.append, self._reject
         )
         self.acceptor.open()
@@ -109,7 +108,7 @@ def is_rejected(client: socket.socket) -> bool:
 
 def test_proof_is_valid_for_one_connection(acceptor: AcceptorThread) -> None:
     """Neither the listener's proof nor that of another connection authenticates a connection."""
-    initiator = local.make_handshake(KEY, acceptor.address, is_initiator=True)
+    initiator = local_connection.make_handshake(KEY, acceptor.address, is_initiator=True)
     hello, size = initiator.begin(), initiator.missing
     with connect(acceptor.address) as first, connect(acceptor.address) as second:
         first.sendall(hello)
@@ -152,24 +151,24 @@ def test_proof_is_valid_at_one_address(acceptor: AcceptorThread) -> None:
         thread = threading.Thread(target=relay)
         thread.start()
         with pytest.raises(PhalanxError, match="does not know the job's key"):
-            local.connect(KEY, fake_address)
+            local_connection.connect(KEY, fake_address)
         thread.join(20)
     assert not acceptor.authenticated
 
 
 def test_listener_must_prove_the_key(acceptor: AcceptorThread) -> None:
     with pytest.raises(PhalanxError, match="does not know the job's key"):
-        local.connect(bytes(32), acceptor.address)
+        local_connection.connect(bytes(32), acceptor.address)
     with pytest.raises(OSError, match="refused"):
-        local.connect(KEY, "phalanx-test-nobody")
+        local_connection.connect(KEY, "phalanx-test-nobody")
 
 
 def test_process_of_another_user(acceptor: AcceptorThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections with processes of another user are rejected in both directions."""
     users = iter((4242, os.geteuid(), 4242))
-    monkeypatch.setattr(local, "_peer_user", lambda _: next(users))
+    monkeypatch.setattr(local_connection, "_peer_user", lambda _: next(users))
     with pytest.raises(PhalanxError, match="another user"):
-        local.connect(KEY, acceptor.address)
+        local_connection.connect(KEY, acceptor.address)
     # The second user id is the listener's view of this process; the third is another user.
     wait_for(lambda: acceptor.rejected_count == 1)
     with connect(acceptor.address) as client:
@@ -182,11 +181,11 @@ def test_many_silent_connections(acceptor: AcceptorThread) -> None:
     try:
         for number in range(300):
             silent.append(connect(acceptor.address))
-            silent[-1].send(local._PROTOCOL[:1])
+            silent[-1].send(local_connection._PROTOCOL[:1])
             if number % 50 == 0:
-                local.connect(KEY, acceptor.address).close()
-        wait_for(lambda: acceptor.rejected_count >= 300 - local._MAX_HANDSHAKES)
-        assert len(acceptor.acceptor._pending) <= local._MAX_HANDSHAKES
+                local_connection.connect(KEY, acceptor.address).close()
+        wait_for(lambda: acceptor.rejected_count >= 300 - local_connection._MAX_HANDSHAKES)
+        assert len(acceptor.acceptor._pending) <= local_connection._MAX_HANDSHAKES
     finally:
         for client in silent:
             client.close()
@@ -196,15 +195,15 @@ def test_announced_length_is_not_trusted() -> None:
     """An announced length is not allocated; one beyond the limit ends the connection."""
     for length in (2**28 + 1, 10**12, 2**64 - 1):
         first, second = socket.socketpair()
-        connection = local.LocalConnection(first)
+        connection = local_connection.LocalConnection(first)
         with second:
-            second.sendall(local._LENGTH.pack(length) + b"and little more")
+            second.sendall(local_connection._LENGTH.pack(length) + b"and little more")
             assert connection.read() is None
         connection.close()
     first, second = socket.socketpair()
-    connection = local.LocalConnection(first)
+    connection = local_connection.LocalConnection(first)
     with second:
-        second.sendall(local._LENGTH.pack(2**28) + bytes(1000))
+        second.sendall(local_connection._LENGTH.pack(2**28) + bytes(1000))
         assert connection.read() == []
         assert connection._buffer.__sizeof__() < 10_000
     connection.close()
@@ -212,13 +211,13 @@ def test_announced_length_is_not_trusted() -> None:
 
 def test_peer_that_does_not_read_blocks_one_thread() -> None:
     first, second = socket.socketpair()
-    connection = local.LocalConnection(first)
+    connection = local_connection.LocalConnection(first)
     answers = [os.urandom(50_000) for _ in range(40)]
     threads = [threading.Thread(target=connection.send_answer, args=(each,)) for each in answers]
     for thread in threads:
         thread.start()
     wait_for(lambda: sum(thread.is_alive() for thread in threads) == 1)
-    reader, received = local.LocalConnection(second), []
+    reader, received = local_connection.LocalConnection(second), []
     while len(received) < len(answers):
         message = reader.receive(time.monotonic() + 20)
         assert message is not None

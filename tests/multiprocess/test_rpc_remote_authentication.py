@@ -14,7 +14,12 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from phalanx.rpc.transport.remote import RemoteConnection, RemoteContext, RemoteDealer, RemoteRouter
+from phalanx.rpc.remote_connection import (
+    RemoteConnection,
+    RemoteContext,
+    RemoteDealer,
+    RemoteRouter,
+)
 from tests.waiting import wait_for
 
 KEY = bytes(range(32))

@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from phalanx.errors import LaunchError
 from phalanx.launcher import tunnel
-from phalanx.launcher.handshake import make_handshake
 from phalanx.launcher.store import HOST, host_store
-from phalanx.launcher.tunnel import TunnelClient, TunnelServer
+from phalanx.launcher.tunnel import TunnelClient, TunnelServer, make_handshake
 
 KEY = b"k" * 32
 LIMIT = 20.0

@@ -12,7 +12,7 @@ import pytest
 from phalanx.cli import jobs as jobs_command
 from phalanx.cli import main, run
 from phalanx.errors import UsageError
-from phalanx.observe import explain, job_lookup, job_reader
+from phalanx.observe import explain, job_directory, job_reader
 from phalanx.observe.job_directory import JobDirectory, describe_job, make_job_name
 from tests.job_directories import JobFixture
 from tests.synthetic_jobs import build_straggling_job
@@ -57,7 +57,7 @@ def test_a_missing_job_does_not_prevent_the_removal_of_others(
     shown = capsys.readouterr()
     assert {*shown.out.splitlines()} == {f"removed {name}" for name in names if name != gone}
     assert f"there is no job '{gone}'" in shown.err
-    assert job_lookup.list_jobs() == []
+    assert job_directory.list_jobs() == []
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from phalanx.doctor import environment, machine, network, software
+from phalanx.doctor import machine, network, software
 from phalanx.doctor.finding import Finding
 from phalanx.doctor.machine import _version1, _version2
 from phalanx.doctor.peers.links import Host, Link, Network, schedule_rounds
@@ -156,9 +156,9 @@ def by_name(findings: list[Finding]) -> dict[str, Finding]:
 @pytest.mark.parametrize(
     ("variable", "value", "check", "name"),
     [
-        ("PHALANX_TRANSPORT", "pigeons", environment.check, "PHALANX_TRANSPORT"),
-        ("PHALANX_ISA", "sse", environment.check, "PHALANX_ISA"),
-        ("PHALANX_JOBS_KEPT", "many", environment.check, "jobs_kept"),
+        ("PHALANX_TRANSPORT", "pigeons", software.check_environment, "PHALANX_TRANSPORT"),
+        ("PHALANX_ISA", "sse", software.check_environment, "PHALANX_ISA"),
+        ("PHALANX_JOBS_KEPT", "many", software.check_environment, "jobs_kept"),
         ("PHALANX_INTERFACE", "eth77", network.check, "address"),
     ],
 )
@@ -178,7 +178,7 @@ def test_invalid_variables(
 
 def test_a_misspelt_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_TRANSPOR", "gloo")
-    found = by_name(environment.check())["PHALANX_TRANSPOR"]
+    found = by_name(software.check_environment())["PHALANX_TRANSPOR"]
     assert (found.level, found.advice) == ("note", "Did you mean PHALANX_TRANSPORT?")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import _native
-from phalanx.observe import job_lookup, job_reader
+from phalanx.observe import job_directory, job_reader
 from phalanx.observe.job_directory import JobDirectory
 from phalanx.observe.model import Job
 from phalanx.observe.recorder_reader import build_rank
@@ -61,7 +61,7 @@ def test_reading_changes_nothing(job: JobFixture) -> None:
     with JobDirectory(str(job.path.parent), job.name) as held:
         held.lock_shared()
         job.read()
-        with job_lookup.find_job(job.name) as found:
+        with job_directory.find_job(job.name) as found:
             assert job_reader.read_summary(found).state == "running"
     assert state() == before
 
@@ -141,7 +141,7 @@ def test_an_unusable_recorder(job: JobFixture, monkeypatch, kind: str, message: 
     assert found.problems == ()
     assert (found.ranks[0].pid, found.ranks[0].opened) == (job.pids[0], 0)
     assert name in found.ranks[0].problem
-    with job_lookup.find_job(job.name) as directory:
+    with job_directory.find_job(job.name) as directory:
         assert job_reader.read_summary(directory).state == "failed"
 
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from phalanx.observe import job_lookup, job_reader
+from phalanx.observe import job_directory, job_reader
 from phalanx.observe.job_directory import JobDirectory, get_pid_scope
 from phalanx.observe.job_reader import read_process_stat
 from phalanx.observe.model import Job
@@ -84,7 +84,7 @@ def test_a_damaged_description(job: JobFixture, data: bytes, message: str) -> No
     found = job.read()
     assert message in found.problems[0]
     assert [rank.pid for rank in found.ranks] == job.pids
-    with job_lookup.find_job(job.name) as directory:
+    with job_directory.find_job(job.name) as directory:
         assert message in job_reader.read_summary(directory).problems[0]
 
 
@@ -142,7 +142,7 @@ def test_missing_files(job: JobFixture) -> None:
         path.unlink()
     found = job.read()
     assert (found.ranks, found.problems) == ((), ("job.json is missing",))
-    with job_lookup.find_job(job.name) as directory:
+    with job_directory.find_job(job.name) as directory:
         assert job_reader.read_summary(directory).state == "failed"
 
 

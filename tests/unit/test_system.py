@@ -12,8 +12,13 @@ import pytest
 
 from phalanx.system import polling
 from phalanx.system.host_identity import boot_id, has_content, host_identity, namespace_id
-from phalanx.system.processes import ChildProcess, RankPidfds, signal_group
-from phalanx.system.signals import describe_exit, signal_name
+from phalanx.system.processes import (
+    ChildProcess,
+    RankPidfds,
+    describe_exit,
+    signal_group,
+    signal_name,
+)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from phalanx.errors import (
     PeerLost,
     PhalanxError,
 )
-from phalanx.system.signals import describe_exit
+from phalanx.system.processes import describe_exit
 
 if TYPE_CHECKING:
     from phalanx.backend.membership import Membership

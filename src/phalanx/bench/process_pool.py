@@ -23,8 +23,7 @@ from phalanx.bench.rank import SOCKET
 from phalanx.bench.systems import programs
 from phalanx.errors import UsageError
 from phalanx.system.polling import wait_until
-from phalanx.system.processes import ChildProcess, RankPidfds, signal_group
-from phalanx.system.signals import describe_exit
+from phalanx.system.processes import ChildProcess, RankPidfds, describe_exit, signal_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

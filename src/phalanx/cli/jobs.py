@@ -60,7 +60,7 @@ def command(
     elif jobs:
         _print_table(jobs)
     else:
-        from phalanx.observe.job_lookup import get_base_directory
+        from phalanx.observe.job_directory import get_base_directory
 
         print(f"no jobs in {get_base_directory()}: none is running, and no failed job is kept")
     for line in errors:
@@ -70,8 +70,7 @@ def command(
 def _read_summaries() -> tuple[list[JobSummary], list[str]]:
     """Return all jobs, newest first, and the errors of jobs that cannot be read."""
     from phalanx.observe.escape import escape
-    from phalanx.observe.job_directory import JobDirectory
-    from phalanx.observe.job_lookup import get_base_directory, list_jobs
+    from phalanx.observe.job_directory import JobDirectory, get_base_directory, list_jobs
     from phalanx.observe.job_reader import read_summary
 
     jobs, errors = [], []
@@ -90,7 +89,7 @@ def _read_summaries() -> tuple[list[JobSummary], list[str]]:
 
 
 def _remove(names: list[str], *, ended: bool) -> None:
-    from phalanx.observe.job_lookup import remove_job
+    from phalanx.observe.job_directory import remove_job
 
     if ended:
         jobs, _ = _read_summaries()

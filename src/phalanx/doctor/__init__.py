@@ -1,8 +1,8 @@
 """Checks of this machine and of the network between machines, behind `phalanx doctor`.
 
 - `finding`: the result of a check: a level, a sentence, and advice.
-- `environment`, `machine`, `kernel`, `network`, `software`: checks of one or two areas each, which
-  change nothing. `run_checks` calls them all.
+- `machine`, `kernel`, `network`, `software`: checks of one or more areas each, which change
+  nothing. `run_checks` calls them all.
 - `peers`: probes of every pair of hosts: reachability, latency and bandwidth.
 - `report` prints the findings and the network for people, and formats them for programs.
 
@@ -21,11 +21,11 @@ def run_checks() -> list[Finding]:
     found = software.check_versions()
     if any(finding.level == "problem" for finding in found):
         return found  # the other checks need torch.distributed and the core
-    from phalanx.doctor import environment, kernel, machine, network
+    from phalanx.doctor import kernel, machine, network
 
     return [
         *found,
-        *environment.check(),
+        *software.check_environment(),
         *machine.check_resources(),
         *kernel.check(),
         *network.check(),

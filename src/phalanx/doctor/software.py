@@ -1,7 +1,12 @@
-"""Checks of the installed software: versions, transports, and programs that start ranks."""
+"""Checks of the installed software and its configuration.
+
+Versions, transports, programs that start ranks, and environment variables of Phalanx that are
+malformed or misspelt.
+"""
 
 from __future__ import annotations
 
+import difflib
 import os
 import platform
 import shutil
@@ -11,14 +16,28 @@ from importlib import metadata
 
 import torch.distributed as dist
 
+from phalanx import env
 from phalanx.doctor.finding import Finding, FindingFactory
+from phalanx.errors import UsageError
 from phalanx.torch_versions import SUPPORTED, is_tested
 
-__all__ = ["check_libraries", "check_versions"]
+__all__ = ["check_environment", "check_libraries", "check_versions"]
 
 _versions = FindingFactory("versions")
 _transports = FindingFactory("transports")
+_environment = FindingFactory("environment")
 _LOAD_SECONDS = 30.0
+_READERS = (
+    env.assigned_ranks,
+    env.job,
+    env.jobs_directory,
+    env.jobs_kept,
+    env.replaced_backends,
+    env.advertised_address,
+    env.key,
+    env.relay,
+)
+_KERNELS = ("baseline", "avx2", "avx512")
 
 # Run in a child process: loading an MPI library here would tie this process to it, and could crash.
 _LOAD_SCRIPT = """
@@ -186,3 +205,70 @@ def _slurm() -> list[Finding]:
             "slurm", f"Slurm: srun is {path or 'not on the PATH'}{inside}", path=path, job=job
         )
     ]
+
+
+def check_environment() -> list[Finding]:
+    """Return one finding for each wrong variable, or a single finding if all are right."""
+    found = [*_malformed(), *_choices(), *_unknown()]
+    if found:
+        return found
+    used = {
+        name: os.environ[name]
+        for name in env.VARIABLES
+        if name.startswith("PHALANX_") and name in os.environ
+    }
+    message = ", ".join(f"{name}={value}" for name, value in used.items())
+    return [_environment.ok("variables", message or "no variable of Phalanx is set", **used)]
+
+
+def _malformed() -> list[Finding]:
+    found = []
+    for read in _READERS:
+        try:
+            read()
+        except ValueError as error:
+            found.append(_environment.problem_from(read.__name__, error))
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        found.append(
+            _environment.note(
+                "autoload",
+                "TORCH_DEVICE_BACKEND_AUTOLOAD keeps `import torch` from registering Phalanx",
+                "Unset it, or import phalanx in the script.",
+            )
+        )
+    return found
+
+
+def _choices() -> list[Finding]:
+    from phalanx import transports
+
+    found = []
+    choices = {
+        "PHALANX_TRANSPORT": (env.transport(), transports.NAMES),
+        "PHALANX_ISA": (os.environ.get("PHALANX_ISA", ""), _KERNELS),
+    }
+    for name, (value, expected) in choices.items():
+        if value and value not in expected:
+            advice = f"Set it to one of {', '.join(expected)}, or unset it."
+            found.append(_environment.problem(name, f"{name}={value!r}", advice))
+    if env.transport() in transports.NAMES:
+        try:
+            transports.check_name(env.transport())
+        except UsageError as error:
+            found.append(
+                _environment.problem_from("PHALANX_TRANSPORT", error, "PHALANX_TRANSPORT: ")
+            )
+    return found
+
+
+def _unknown() -> list[Finding]:
+    found = []
+    for name in sorted(os.environ):
+        matches = difflib.get_close_matches(name, env.VARIABLES, 1, 0.85)
+        if name.startswith("PHALANX_") and name not in env.VARIABLES and matches:
+            found.append(
+                _environment.note(
+                    name, f"{name} is set, but unknown", f"Did you mean {matches[0]}?"
+                )
+            )
+    return found

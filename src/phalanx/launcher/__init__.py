@@ -5,8 +5,8 @@
 - `elastic_agent` is `phalanx run`, on PyTorch's elastic agent; `options` parses its command line.
   `rank_bootstrap` ties a rank's lifetime to its parent's.
 - For several hosts, `rendezvous` connects the launchers, `job_coordinator` exchanges failures
-  between them, and `ssh` starts the hosts from one shell. `tunnel` forwards connections between
-  the hosts, and `handshake` authenticates them.
+  between them, and `ssh` starts the hosts from one shell. `tunnel` authenticates the
+  hosts and forwards connections between them.
 - `output_forwarder` forwards the ranks' output and exits to the launcher. `failures` finds the
   first real error among several failures and reports it.
 - `host_resources` counts the cores and checks this host, and `rank_environment` makes the

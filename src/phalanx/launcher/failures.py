@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from phalanx.system.signals import describe_exit
+from phalanx.system.processes import describe_exit
 
 __all__ = [
     "CONSEQUENCE",

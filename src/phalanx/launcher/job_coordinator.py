@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from phalanx.errors import LaunchError
 from phalanx.launcher.failures import RemoteFailure
+from phalanx.system.polling import attempts, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,7 +104,9 @@ def agree(
     proposals = [f"{_PROPOSED}{each}" for each in range(count)]
     store.set(proposals[number], json.dumps((*own_counts, name)))
     end = time.monotonic() + seconds
-    while not store.check([_AGREED]):
+    for _ in attempts(longest=_AGREE_POLL_SECONDS):
+        if store.check([_AGREED]):
+            break
         if time.monotonic() > end + _NOTICE_SECONDS:  # the host that decides is absent
             raise AbsentHostError("a host was lost during the rendezvous")
         if number == 0 and store.check(proposals):
@@ -113,7 +116,6 @@ def agree(
             missing = [each for each, key in enumerate(proposals) if not store.check([key])]
             reason = f"{_format_hosts(missing)} of {count} did not take part, although counted"
             _decide(store, json.dumps(reason))
-        time.sleep(_AGREE_POLL_SECONDS)
     agreement = json.loads(store.get(_AGREED))
     if isinstance(agreement, str):
         raise AbsentHostError(agreement)
@@ -154,7 +156,9 @@ def wait_for_hosts(
     notice = start + _NOTICE_SECONDS
     store.set(_key(attempt, f"launcher/{number}"), socket.gethostname())
     missing = list(range(1, count))
-    while not _are_hosts_present(store, attempt, number, missing):
+    for _ in attempts(longest=_POLL_SECONDS):
+        if _are_hosts_present(store, attempt, number, missing):
+            return
         if reason := find_error() or end_reason(store):
             raise LaunchError(reason)
         if time.monotonic() > start + seconds:
@@ -165,7 +169,6 @@ def wait_for_hosts(
         if time.monotonic() > notice:
             notice = float("inf")
             notify(f"waiting for {_format_hosts(missing)} of {count}, up to {seconds:g} s")
-        time.sleep(_POLL_SECONDS)
 
 
 def _are_hosts_present(store: Any, attempt: int, number: int, missing: list[int]) -> bool:
@@ -328,11 +331,13 @@ class JobCoordinator:
 
     def refresh(self) -> RemoteFailure | None:
         """Return `remote_failure` after polling the store, within `_REPORT_SECONDS` seconds."""
-        end = time.monotonic() + _REPORT_SECONDS
         wanted = self._polls + 2  # one poll may be in progress
-        while self._polls < wanted and self._final_failure is None and time.monotonic() < end:
+
+        def has_polled() -> bool:
             self._wake.set()
-            time.sleep(_REFRESH_POLL_SECONDS)
+            return self._polls >= wanted or self._final_failure is not None
+
+        wait_until(has_polled, _REPORT_SECONDS, longest=_REFRESH_POLL_SECONDS)
         return self.remote_failure
 
     def close(self) -> None:

@@ -3,8 +3,10 @@
 The services that the hosts share listen where only their own machine can reach them: the stores of
 the launchers and ranks on the loopback interface, the relay of the ranks on a Unix socket. The
 tunnel server listens on the interface that faces the other hosts. It authenticates each client by
-the job's key (`handshake`) and only then connects it to the requested service. Connections without
-the key are rejected.
+the job's key (`phalanx.system.authentication`). Then the client sends a hello with its description
+and the service that it requests, and the server replies with an error or an empty text. After that
+the connection belongs to the requested service, and is not encrypted. Connections without the key
+are rejected.
 
 The tunnel client is the other end, on the other hosts. The launcher and the ranks of its host
 connect to it as if it were their stores and the relay. It forwards each connection to the
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import secrets
 import socket
@@ -25,22 +28,26 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import LaunchError
-from phalanx.launcher.handshake import (
-    HandshakeError,
-    RejectedError,
-    authenticate_client,
-    authenticate_to_server,
-    send_reply,
-)
+from phalanx.key import derive
 from phalanx.launcher.store import HOST, AttemptStores
+from phalanx.system.authentication import (
+    AuthenticationError,
+    Handshake,
+    ProtocolMismatch,
+    WrongKey,
+)
 
 if TYPE_CHECKING:
+    from asyncio import StreamReader, StreamWriter
     from collections.abc import Awaitable, Callable, Coroutine
 
-    _Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+    _Stream = tuple[StreamReader, StreamWriter]
 
 __all__ = ["TunnelClient", "TunnelServer"]
 
+_PROTOCOL = b"phalanx tunnel 2\n"
+_MAX_HELLO_BYTES = 4096
+"""The maximum size of a hello, in bytes."""
 _HANDSHAKE_SECONDS = 10.0
 _MAX_PENDING = 512
 """The maximum number of concurrent handshakes. A further connection replaces the oldest one from
@@ -104,7 +111,7 @@ class _Tunnel:
     ) -> None:
         """Run `handle` for each connection to `listener`; an error ends only its connection."""
 
-        async def run_handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def run_handler(reader: StreamReader, writer: StreamWriter) -> None:
             task: Any = asyncio.current_task()
             self._tasks.add(task)
             try:
@@ -169,7 +176,7 @@ class TunnelServer(_Tunnel):
         """A function that returns the port of the ranks' store of an attempt."""
         self._call(self._listen(listener, self._serve))
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
         _enable_keepalive(writer)
         peer = str(writer.get_extra_info("peername", ("?",))[0])
         handshake = asyncio.ensure_future(authenticate_client(reader, writer, self._key))
@@ -222,8 +229,8 @@ class TunnelServer(_Tunnel):
 
     async def _join(
         self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        reader: StreamReader,
+        writer: StreamWriter,
         peer: str,
         hello: dict[str, Any],
     ) -> None:
@@ -284,7 +291,7 @@ class TunnelClient(_Tunnel):
         super().__init__(_CLIENT_CLOSE_TIMEOUT)
         self._host, self._port, self._key, self._hello = host, port, key, hello
         self._notify = notify
-        self._membership: asyncio.StreamWriter | None = None
+        self._membership: StreamWriter | None = None
         self.store_port = 0
         """The port on this host's loopback interface that leads to the launchers' store."""
         self._rank_store_port = 0
@@ -347,9 +354,7 @@ class TunnelClient(_Tunnel):
     def _server(self) -> str:
         return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
 
-    async def _forward(
-        self, service: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _forward(self, service: str, reader: StreamReader, writer: StreamWriter) -> None:
         """Forward a connection to a service behind the server, with retries.
 
         The server knows this host. If it drops a handshake, it has too many in progress.
@@ -406,7 +411,7 @@ async def _splice(one: _Stream, other: _Stream) -> None:
             writer.close()
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _copy(reader: StreamReader, writer: StreamWriter) -> None:
     while data := await reader.read(_BUFFER_SIZE):
         writer.write(data)
         await writer.drain()
@@ -414,7 +419,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.write_eof()
 
 
-def _enable_keepalive(writer: asyncio.StreamWriter) -> None:
+def _enable_keepalive(writer: StreamWriter) -> None:
     """Enable keep-alive, so that the loss of the peer is detected within half a minute."""
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -424,7 +429,7 @@ def _enable_keepalive(writer: asyncio.StreamWriter) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _set_user_timeout(writer: asyncio.StreamWriter) -> None:
+def _set_user_timeout(writer: StreamWriter) -> None:
     """Detect the loss of the peer within half a minute even while an acknowledgement is pending.
 
     Keep-alive is inactive then, and the kernel would retry for a quarter of an hour. Use it only if
@@ -432,3 +437,99 @@ def _set_user_timeout(writer: asyncio.StreamWriter) -> None:
     """
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MILLISECONDS)
+
+
+class RejectedError(Exception):
+    """The peer is not the tunnel server of this job, or rejects this host; the message says why."""
+
+
+class HandshakeError(Exception):
+    """The peer does not have the key, or does not follow the protocol."""
+
+
+async def authenticate_client(
+    reader: StreamReader, writer: StreamWriter, key: bytes
+) -> dict[str, Any]:
+    """Authenticate a client and return its hello.
+
+    Has no timeout; the caller sets one.
+
+    Raises:
+        HandshakeError: The client does not have the key, or its hello is invalid.
+        EOFError: The client has closed the connection.
+        OSError: The connection is broken.
+    """
+    try:
+        await _authenticate(reader, writer, make_handshake(key, is_initiator=False))
+    except AuthenticationError:
+        raise HandshakeError("it has a different key or none") from None
+    return await _receive(reader)
+
+
+def send_reply(writer: StreamWriter, error: str) -> None:
+    """Reply to a client's hello with an error; empty if the hello is accepted."""
+    _send(writer, {"error": error})
+
+
+async def authenticate_to_server(
+    reader: StreamReader, writer: StreamWriter, key: bytes, hello: dict[str, Any]
+) -> None:
+    """Authenticate this host and the tunnel server to each other, and send a hello.
+
+    Raises:
+        RejectedError: The server rejects this host, or is not the one of this job.
+        EOFError: The server has closed the connection.
+        OSError: The connection is broken.
+    """
+    handshake = make_handshake(key, is_initiator=True)
+    try:
+        await _authenticate(reader, writer, handshake)
+    except ProtocolMismatch:
+        raise RejectedError(
+            "the program there is not `phalanx run`, or is a different version"
+        ) from None
+    except WrongKey:
+        writer.write(handshake.refuse())  # the server reports it too
+        raise RejectedError(
+            "the two hosts have different keys, or only one of them has a key"
+        ) from None
+    _send(writer, hello)
+    try:
+        reply = await _receive(reader)
+    except HandshakeError as error:
+        raise RejectedError(f"{error}") from None
+    if reply.get("error"):
+        raise RejectedError(str(reply["error"]))
+
+
+def make_handshake(key: bytes, *, is_initiator: bool) -> Handshake:
+    """Return one side of the handshake; the client is the initiator."""
+    return Handshake(derive(key, "tunnel"), _PROTOCOL, is_initiator=is_initiator)
+
+
+async def _authenticate(reader: StreamReader, writer: StreamWriter, handshake: Handshake) -> None:
+    writer.write(handshake.begin())
+    while handshake.missing:
+        # Less than what is missing can be enough to notice another protocol.
+        data = await reader.read(handshake.missing)
+        if not data:
+            raise EOFError("the connection was closed during the handshake")
+        writer.write(handshake.receive(data))
+
+
+def _send(writer: StreamWriter, message: dict[str, Any]) -> None:
+    text = json.dumps(message).encode()
+    writer.write(len(text).to_bytes(4, "big") + text)
+
+
+async def _receive(reader: StreamReader) -> dict[str, Any]:
+    size = int.from_bytes(await reader.readexactly(4), "big")
+    if size > _MAX_HELLO_BYTES:
+        raise HandshakeError(f"its hello has {size} bytes")
+    try:
+        message = json.loads(await reader.readexactly(size))
+    except (ValueError, RecursionError):  # RecursionError: deeply nested JSON
+        raise HandshakeError("its hello can't be parsed") from None
+    if not isinstance(message, dict):
+        raise HandshakeError("its hello is not a JSON object")
+    return message

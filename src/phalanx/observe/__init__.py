@@ -7,10 +7,10 @@ process ends. A launcher writes its log with `launcher_log_writer`. The backend 
 use only these modules, `recorder_reader`, which reads one flight recorder, `model`, the plain
 objects that describe ranks, and `escape`, which makes text safe for a terminal.
 
-The other modules read. `job_lookup` finds a job, and `job_reader` turns its directory into
-objects of `model`. `exit_reasons` determines how each rank ended, and `wait_for_graph` which
-rank waits for which. From them, `diagnosis` determines the ranks at fault and describes the cause,
-and `explain` adds a table of the ranks. `watch` evaluates a live view, which `watch_table` renders,
-and `trace` writes a timeline. Both use `wait_time`, the time that a rank spent waiting for others.
+The other modules read. `job_reader` turns a job's directory into objects of `model`. `exit_reasons`
+determines how each rank ended, and `wait_for_graph` which rank waits for which. From them,
+`diagnosis` determines the ranks at fault and describes the cause, and `explain` adds a table of the
+ranks. `watch` evaluates a live view, which `watch_table` renders, and `trace` writes a timeline.
+Both use `wait_time`, the time that a rank spent waiting for others.
 Readers never disturb the job and validate everything that they read.
 """

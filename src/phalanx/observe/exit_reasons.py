@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from phalanx.observe.exception_hook import CAUSED_BY
-from phalanx.system.signals import signal_name
+from phalanx.system.processes import signal_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

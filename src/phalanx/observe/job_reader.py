@@ -22,10 +22,11 @@ from phalanx.observe.job_directory import (
     JOB_FILE,
     LAUNCHER_LOG_FILE,
     VERSION,
+    find_job,
     get_pid_scope,
     get_recorder_name,
+    list_running_jobs,
 )
-from phalanx.observe.job_lookup import find_job, list_running_jobs
 from phalanx.observe.recorder_reader import build_rank, ended_well, read_recorder
 
 if TYPE_CHECKING:

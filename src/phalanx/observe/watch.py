@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.observe.exit_reasons import ExitStatus, determine_exit
 from phalanx.observe.wait_time import find_covered_begin, measure_wait_time
-from phalanx.system.signals import signal_name
+from phalanx.system.processes import signal_name
 
 if TYPE_CHECKING:
     from phalanx.observe.model import Job, Operation, Rank, Report

@@ -9,7 +9,7 @@ The modules, from the bottom up:
 - `event_loop` (event loop and its threads), `message` (format of messages)
 - `functions` (functions that return futures, and futures of calls)
 - `shared_memory` (tensors in memory that workers of one host share)
-- `transport` (connections between workers, and their authentication)
+- `local_connection`, `remote_connection` (connections between workers of one host and of several)
 - `workers` (rendezvous of the workers)
 - `reference_counting` (values that `RRef`s refer to, and the counts of their references)
 - `peer` (another worker), `pickling`, `codec` (messages with their tensors) and `call_log`
@@ -20,8 +20,8 @@ The modules, from the bottom up:
 - `rref`, `init`, `remote_module` and `optimizer` (for users)
 
 A call passes from `calls` through `agent` and `peer` to `codec`, which uses `pickling` and
-`message`, and then through a connection (`transport.local`) to the other worker. There `event_loop`
-reads it and `server` executes it. The answer takes the same connection back.
+`message`, and then through a connection (`local_connection`) to the other worker. There
+`event_loop` reads it and `server` executes it. The answer takes the same connection back.
 """
 
 from phalanx.rpc import autograd, functions

@@ -22,6 +22,7 @@ from phalanx.rpc.call_log import CallLog
 from phalanx.rpc.codec import MessageCodec, TensorsUnavailable
 from phalanx.rpc.event_loop import Reactor
 from phalanx.rpc.functions import CallFuture
+from phalanx.rpc.local_connection import HANDSHAKE_TIMEOUT, LocalConnection, connect
 from phalanx.rpc.message import Frames, Kind, Malformed, Message, TensorDescriptor, parse
 from phalanx.rpc.peer import Peer, PendingFuture
 from phalanx.rpc.reference_counting import (
@@ -31,13 +32,12 @@ from phalanx.rpc.reference_counting import (
     clear_frames,
 )
 from phalanx.rpc.shared_memory import CopyTimeout, DeferredCopies, ShmSender
-from phalanx.rpc.transport.local import HANDSHAKE_TIMEOUT, LocalConnection, connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx.rpc.pickling import AutogradHook
-    from phalanx.rpc.transport.remote import RemoteConnection, RemoteContext, RemoteDealer
+    from phalanx.rpc.remote_connection import RemoteConnection, RemoteContext, RemoteDealer
     from phalanx.rpc.workers import WorkerInfo
 
 __all__ = [
@@ -109,7 +109,7 @@ class Agent:
 
     def listen(self, host: str) -> str:
         """Listen for workers on other hosts too, before `start`; return the full address."""
-        from phalanx.rpc.transport.remote import RemoteContext
+        from phalanx.rpc.remote_connection import RemoteContext
 
         self.remote = RemoteContext(self._key, host)
         return self.remote.router.address
@@ -294,7 +294,7 @@ class Agent:
                     peer.async_connection = connection = connect(self._key, peer.address, end)
                     self.reactor.watch(connection.fd, partial(self._read, peer, connection))
                 else:
-                    from phalanx.rpc.transport.remote import RemoteDealer
+                    from phalanx.rpc.remote_connection import RemoteDealer
 
                     peer.async_connection = dealer = RemoteDealer(self.remote, peer.address)
                     ended = partial(self._on_disconnect, peer, dealer)

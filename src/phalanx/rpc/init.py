@@ -27,12 +27,13 @@ from phalanx.rpc import workers
 from phalanx.rpc.agent import Agent, agent, agent_or_none, set_agent
 from phalanx.rpc.autograd.graph import AutogradGraph, PeerGraphs
 from phalanx.rpc.functions import end_at_first_failure
+from phalanx.rpc.local_connection import HANDSHAKE_TIMEOUT
 from phalanx.rpc.message import Kind
 from phalanx.rpc.peer import Peer
 from phalanx.rpc.server import RpcServer
 from phalanx.rpc.shared_memory import ShmSender
-from phalanx.rpc.transport.local import HANDSHAKE_TIMEOUT
 from phalanx.rpc.workers import WorkerInfo, WorkerRecord
+from phalanx.system.polling import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,6 @@ __all__ = [
 ]
 
 _INIT_SECONDS = 300.0
-_STEP_SECONDS = 0.05
 _EXIT_MILLISECONDS = 5000
 _init_numbers = itertools.count(1)
 """The numbers of the calls of `init_rpc`, which keep the entries of each in the store apart."""
@@ -419,12 +419,11 @@ def _join(own: Agent, timeout: float) -> None:
 
 
 def _wait_all_workers(own: Agent, timeout: float) -> None:
-    end = time.monotonic() + timeout if timeout else None
+    end = time.monotonic() + (timeout or math.inf)
     is_end = False
     while not is_end:
-        while own.outstanding and (end is None or time.monotonic() < end):
-            time.sleep(_STEP_SECONDS)
-        remaining = 0.0 if end is None else max(0.001, end - time.monotonic())
+        wait_until(lambda: not own.outstanding, end - time.monotonic())
+        remaining = max(0.001, end - time.monotonic()) if timeout else 0.0
         try:
             is_end = _arrive(own, "all workers to leave", remaining)
         except PeerLost:

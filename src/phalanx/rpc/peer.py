@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from phalanx.errors import CallTimeout, PeerLost, PhalanxError
-from phalanx.rpc.transport import local
+from phalanx.rpc.local_connection import LocalConnection, connect, is_readable
 from phalanx.system.polling import EventFd
 
 if TYPE_CHECKING:
     import torch
 
-    from phalanx.rpc.transport.remote import RemoteConnection, RemoteContext, RemoteDealer
+    from phalanx.rpc.remote_connection import RemoteConnection, RemoteContext, RemoteDealer
     from phalanx.rpc.workers import WorkerInfo, WorkerRecord
 
 __all__ = ["Peer", "PendingFuture"]
@@ -83,9 +83,9 @@ class Peer:
                 self.pidfd = os.eventfd(1)  # readable from the start
         self.pending: dict[int, PendingFuture] = {}
         self.lock = threading.Lock()
-        self.async_connection: local.LocalConnection | RemoteDealer | None = None
-        self._idle_connections: deque[local.LocalConnection | RemoteConnection] = deque()
-        self._connections: WeakSet[local.LocalConnection] = WeakSet()
+        self.async_connection: LocalConnection | RemoteDealer | None = None
+        self._idle_connections: deque[LocalConnection | RemoteConnection] = deque()
+        self._connections: WeakSet[LocalConnection] = WeakSet()
         self._connections_lock = threading.Lock()
         self._closed = False
 
@@ -107,7 +107,7 @@ class Peer:
     @property
     def has_died(self) -> bool:
         """True if the worker is on this host and dead."""
-        return self.is_local and local.is_readable(self.pidfd)
+        return self.is_local and is_readable(self.pidfd)
 
     def is_unreachable(self) -> bool:
         """Return whether the worker is known to be lost or is dead."""
@@ -118,7 +118,7 @@ class Peer:
 
         The memory of a process that dies is gone before the process is.
         """
-        return self.is_local and local.is_readable(self.pidfd, _DRAIN_MILLISECONDS)
+        return self.is_local and is_readable(self.pidfd, _DRAIN_MILLISECONDS)
 
     def find_loss_reason(self) -> str:
         """Return the reason why a connection to the worker has ended. May block for a moment."""
@@ -143,8 +143,8 @@ class Peer:
 
     def take_connection(
         self, key: bytes, remote_context: RemoteContext | None, end: float, max_wait: float
-    ) -> local.LocalConnection | RemoteConnection:
-        """Return a connection for exclusive use until it is given back; see `local.connect`.
+    ) -> LocalConnection | RemoteConnection:
+        """Return a connection for exclusive use until it is given back; see `connect`.
 
         Raises:
             OSError: The worker no longer listens.
@@ -155,15 +155,15 @@ class Peer:
         except IndexError:
             pass
         if remote_context is None or self.is_local:
-            connection = local.connect(key, self.address, end, max_wait)
+            connection = connect(key, self.address, end, max_wait)
             with self._connections_lock:
                 self._connections.add(connection)
             return connection
-        from phalanx.rpc.transport.remote import RemoteConnection
+        from phalanx.rpc.remote_connection import RemoteConnection
 
         return RemoteConnection(remote_context, self.address, self._eventfd.fileno())
 
-    def return_connection(self, connection: local.LocalConnection | RemoteConnection) -> None:
+    def return_connection(self, connection: LocalConnection | RemoteConnection) -> None:
         """Make a connection available to other calls."""
         if self._closed:
             connection.close()
@@ -177,7 +177,7 @@ class Peer:
         """
         with self._connections_lock:
             connections = list(self._connections)
-        if isinstance(self.async_connection, local.LocalConnection):
+        if isinstance(self.async_connection, LocalConnection):
             connections.append(self.async_connection)
         for connection in connections:
             connection.shut_down()

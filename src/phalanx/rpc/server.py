@@ -13,10 +13,10 @@ import torch
 
 from phalanx.errors import ArgumentTypeError, RemoteError, UsageError
 from phalanx.rpc.functions import ASYNC_EXECUTION_MARK, FutureResult
+from phalanx.rpc.local_connection import Acceptor, LocalConnection
 from phalanx.rpc.message import ANSWERS, Kind, Malformed
 from phalanx.rpc.reference_counting import RefCountDelta, RRefId
 from phalanx.rpc.shared_memory import DeferredCopies
-from phalanx.rpc.transport.local import Acceptor, LocalConnection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from phalanx.rpc.agent import Agent
     from phalanx.rpc.message import Frames, Message
     from phalanx.rpc.peer import Peer
-    from phalanx.rpc.transport.remote import RemoteRouter
+    from phalanx.rpc.remote_connection import RemoteRouter
 
 __all__ = ["RpcServer"]
 

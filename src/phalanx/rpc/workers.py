@@ -27,8 +27,8 @@ from torch.distributed import (  # type: ignore[attr-defined] # exported at run 
 from phalanx import env, key
 from phalanx.address import local_address
 from phalanx.errors import ArgumentTypeError, PhalanxError, UsageError
+from phalanx.rpc.local_connection import is_readable
 from phalanx.rpc.shared_memory import can_map
-from phalanx.rpc.transport import local
 from phalanx.system.host_identity import host_identity
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ def _has_ended(pid: int) -> bool:
         return True
     try:
         # The files of a process are closed a moment before it has ended.
-        return local.is_readable(process, _EXIT_MILLISECONDS)
+        return is_readable(process, _EXIT_MILLISECONDS)
     finally:
         os.close(process)
 

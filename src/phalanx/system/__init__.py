@@ -2,11 +2,11 @@
 
 - `authentication`: a handshake of two processes that share a key.
 - `curve`: ZeroMQ sockets that such processes secure with CURVE.
-- `processes`: child processes, process groups, and pidfds of any processes.
+- `processes`: child processes, process groups, pidfds of any processes, names of signals, and
+  descriptions of exit codes.
 - `ssh`: programs on other hosts, connected through ssh.
 - `host_identity`: the host and the namespaces of a process, and the proof that two share memory.
 - `polling`: attempts with growing pauses, and an eventfd by which threads wake each other.
-- `signals`: names of signals and descriptions of exit codes.
 
 Nothing here imports a layer above `errors` and `env`.
 """

@@ -1,4 +1,4 @@
-"""Child processes, process groups, and pidfds of the processes of a job.
+"""Child processes, process groups, pidfds of the processes of a job, and names of their ends.
 
 A process that must die with its parent calls `launcher.rank_bootstrap.die_with_parent`, which is
 also a program of its own and therefore imports nothing of the package.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["ChildProcess", "RankPidfds", "signal_group"]
+__all__ = ["ChildProcess", "RankPidfds", "describe_exit", "signal_group", "signal_name"]
 
 
 class ChildProcess(subprocess.Popen[bytes]):
@@ -119,3 +119,16 @@ class RankPidfds:
         for pidfd in self._pidfds.values():
             os.close(pidfd)
         self._pidfds.clear()
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal: `SIGKILL` for 9; `signal 42` if 42 has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def describe_exit(code: int) -> str:
+    """Describe an exit code as in `subprocess`: "exited with code 3" or "was killed by SIGKILL"."""
+    return f"exited with code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"

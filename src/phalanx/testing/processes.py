@@ -12,8 +12,7 @@ from multiprocessing import Pipe
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import LaunchError
-from phalanx.system.processes import ChildProcess, RankPidfds
-from phalanx.system.signals import describe_exit
+from phalanx.system.processes import ChildProcess, RankPidfds, describe_exit
 from phalanx.testing.fork_server import Outcome, Task
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from phalanx.launcher.output_forwarder import Sink
 from phalanx.launcher.ssh.connection import Connection
 from phalanx.launcher.ssh.plan import HostSpec, Plan
 from phalanx.launcher.ssh.protocol import HEARTBEAT_SECONDS
-from phalanx.system.signals import signal_name
+from phalanx.system.processes import signal_name
 from phalanx.system.ssh import resolve_address
 
 __all__ = ["JobOutcome", "run_on_hosts"]

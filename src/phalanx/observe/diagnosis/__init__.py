@@ -3,7 +3,7 @@
 `phalanx.observe.wait_for_graph` reconstructs the state of all ranks at the moment that explains the
 failure, and `exit_reasons` determines how each rank ended. Each kind of diagnosis is a subclass of
 `Diagnosis` that detects, describes and remedies it. They are grouped by topic: `lost_ranks`,
-`blocked_ranks`, `deadlocks`, `mismatches`, `pending_calls` (remote calls) and `job_state`.
+`blocked_ranks`, `mismatches`, `pending_calls` (remote calls) and `job_state`.
 `formatting` formats ranks, operations and times, and escapes text from the job.
 
 The kinds are tried in the order of `_DETECTORS`, causes before their consequences: first the
@@ -15,15 +15,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phalanx.observe.diagnosis import deadlocks, lost_ranks
+from phalanx.observe.diagnosis import lost_ranks
 from phalanx.observe.diagnosis.blocked_ranks import (
     BusyRank,
+    GroupOrder,
     LateRank,
     MissingRank,
     RankOnOtherHost,
     StoppedRank,
     StuckRank,
     UnreadableRecorder,
+    check_cycle,
 )
 from phalanx.observe.diagnosis.diagnosis import KINDS, Diagnosis, Side, UnknownCause
 from phalanx.observe.diagnosis.job_state import (
@@ -72,7 +74,7 @@ _DETECTORS: tuple[Callable[[WaitForGraph], Diagnosis | None], ...] = (
     lost_ranks.check_blocking_ranks,
     StoppedRank.detect_blocking,
     MissingRank.detect,
-    deadlocks.check_cycle,
+    check_cycle,
     UnsentMessage.detect,
     RankOnOtherHost.detect,
     UnreadableRecorder.detect,
@@ -80,7 +82,7 @@ _DETECTORS: tuple[Callable[[WaitForGraph], Diagnosis | None], ...] = (
     BusyRank.detect,
     StuckRank.detect,
     UnknownCause.detect_long_wait,
-    deadlocks.GroupOrder.detect,
+    GroupOrder.detect,
     StoppedRank.detect,
     UnansweredCall.detect,
     InterruptedRank.detect,

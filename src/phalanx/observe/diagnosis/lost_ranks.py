@@ -17,7 +17,7 @@ from phalanx.observe.exit_reasons import (
     parse_phalanx_error,
 )
 from phalanx.observe.wait_for_graph import RANK_EXIT_PREFIXES
-from phalanx.system.signals import signal_name
+from phalanx.system.processes import signal_name
 
 if TYPE_CHECKING:
     from phalanx.observe.model import Group

@@ -1,7 +1,7 @@
 """The MPI transport, through mpi4py: the library of `mpirun`, Open MPI or MPICH, without a rebuild.
 
-`library` finds the MPI library and reports a missing one. `messages` defines the messages, and
-sends and receives through the library. `progress_thread` has the only thread that calls it.
+`messages` loads the MPI library, defines the messages, and sends and receives them through the
+library. `progress_thread` has the only thread that calls it.
 `transport` is the transport of one group.
 """
 

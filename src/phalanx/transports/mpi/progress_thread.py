@@ -16,8 +16,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from phalanx.transports.interface import TransportError
-from phalanx.transports.mpi import library
-from phalanx.transports.mpi.messages import Communicator, Kind, Message, timeout_message
+from phalanx.transports.mpi.messages import (
+    Communicator,
+    Kind,
+    Message,
+    load_library,
+    timeout_message,
+)
 from phalanx.transports.shutdown_hooks import register_shutdown_hook
 
 if TYPE_CHECKING:
@@ -61,7 +66,7 @@ class MpiProgressThread:
     communicator: Communicator
 
     def __init__(self, timeout: float) -> None:
-        self._mpi: Any = library.load()
+        self._mpi: Any = load_library()
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._broadcasts: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._clients: dict[int, MpiClient] = {}

@@ -13,8 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 from phalanx.system.curve import HANDSHAKE_FAILURES
 from phalanx.system.polling import EventFd
 from phalanx.transports.interface import CallbackThread, TransportError
-from phalanx.transports.relay.frames import Frame
-from phalanx.transports.relay.sockets import configure_client
+from phalanx.transports.relay.protocol import Frame, configure_client
 
 __all__ = ["Listener", "RelayConnection"]
 

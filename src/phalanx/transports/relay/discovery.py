@@ -17,7 +17,7 @@ from phalanx.system.host_identity import host_identity
 from phalanx.system.polling import attempts, wait_until
 from phalanx.transports.interface import TransportError
 from phalanx.transports.relay.connection import RelayConnection
-from phalanx.transports.relay.frames import CHANNEL_BYTES
+from phalanx.transports.relay.protocol import CHANNEL_BYTES
 from phalanx.transports.relay.server import RelayServer
 from phalanx.transports.shutdown_hooks import register_shutdown_hook
 

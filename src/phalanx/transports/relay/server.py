@@ -19,8 +19,13 @@ from zmq.utils.monitor import recv_monitor_message
 
 from phalanx.system.curve import HANDSHAKE_FAILURES
 from phalanx.system.polling import EventFd
-from phalanx.transports.relay.frames import Frame, Kind, LeaveReason
-from phalanx.transports.relay.sockets import client_key_pair, configure_server
+from phalanx.transports.relay.protocol import (
+    Frame,
+    Kind,
+    LeaveReason,
+    client_key_pair,
+    configure_server,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,8 +16,7 @@ from phalanx.transports.interface import (
     TransportError,
 )
 from phalanx.transports.relay import discovery
-from phalanx.transports.relay.frames import Frame, Kind, LeaveReason
-from phalanx.transports.relay.sockets import MAX_DATA_BYTES
+from phalanx.transports.relay.protocol import MAX_DATA_BYTES, Frame, Kind, LeaveReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable

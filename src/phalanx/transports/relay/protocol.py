@@ -12,9 +12,28 @@ import enum
 import struct
 from typing import NamedTuple
 
-__all__ = ["CHANNEL_BYTES", "Frame", "Kind", "LeaveReason"]
+import zmq
+
+from phalanx.key import derive
+from phalanx.system import curve
+
+__all__ = [
+    "CHANNEL_BYTES",
+    "MAX_DATA_BYTES",
+    "Frame",
+    "Kind",
+    "LeaveReason",
+    "client_key_pair",
+    "configure_client",
+    "configure_server",
+    "server_key_pair",
+]
 
 CHANNEL_BYTES = 16
+MAX_DATA_BYTES = 256 * 2**10
+"""The maximum size of the data of a frame in bytes."""
+_HEARTBEAT_MILLISECONDS = 2_000
+_TIMEOUT_MILLISECONDS = 10_000
 _LAYOUT = struct.Struct(f"!B{CHANNEL_BYTES}siIQQ")
 
 
@@ -95,3 +114,37 @@ class Frame(NamedTuple):
         except struct.error as error:
             raise ValueError(str(error)) from None
         return cls(Kind(kind), *rest)
+
+
+def configure_server(socket: zmq.Socket[bytes], endpoint: str, key: bytes) -> None:
+    """Prepare the socket of the relay, which binds `endpoint`."""
+    _configure(socket, endpoint, server_key_pair(key))
+
+
+def configure_client(socket: zmq.Socket[bytes], endpoint: str, key: bytes) -> None:
+    """Prepare the socket of a client of the relay, which connects to `endpoint`."""
+    _configure(socket, endpoint, client_key_pair(key), server_key_pair(key).public)
+
+
+def _configure(
+    socket: zmq.Socket[bytes], endpoint: str, own: curve.KeyPair, server: bytes = b""
+) -> None:
+    curve.configure(
+        socket,
+        endpoint,
+        own,
+        server,
+        max_size=2 * MAX_DATA_BYTES,
+        heartbeat=_HEARTBEAT_MILLISECONDS,
+        timeout=_TIMEOUT_MILLISECONDS,
+    )
+
+
+def server_key_pair(key: bytes) -> curve.KeyPair:
+    """Return the key pair of the relay; only processes of the job can derive it."""
+    return curve.make_key_pair(derive(key, "relay server"))
+
+
+def client_key_pair(key: bytes) -> curve.KeyPair:
+    """Return the key pair that all clients of the relay share."""
+    return curve.make_key_pair(derive(key, "relay client"))

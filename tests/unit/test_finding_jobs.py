@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.observe import job_lookup, job_reader
+from phalanx.observe import job_directory, job_reader
 from phalanx.observe.job_directory import JobDirectory, make_job_name
 
 
@@ -17,18 +17,18 @@ def test_finding_a_job(jobs: Path) -> None:
     with pytest.raises(
         UsageError, match=f"there is no job in {jobs}: only running and failed jobs"
     ):
-        job_lookup.find_job()
+        job_directory.find_job()
     with pytest.raises(UsageError, match="there is no job 'x' in"):
-        job_lookup.find_job("x")
+        job_directory.find_job("x")
     made = ["20261121-0901-aaaaaa", "20261121-0902-bbbbbb", "20261121-0902-cccccc"]
     for number, name in enumerate(made):
         JobDirectory(str(jobs), name, create=True).close()
         os.utime(jobs / name, (1000 - number,) * 2)
     cases = [(None, made[0]), (made[1], made[1]), ("20261121-0901", made[0])]
     for text, name in [*cases, ("20261121-0902-c", made[2])]:
-        with job_lookup.find_job(text) as found:
+        with job_directory.find_job(text) as found:
             assert found.name == name
-    assert job_lookup.list_jobs() == made
+    assert job_directory.list_jobs() == made
 
 
 @pytest.mark.parametrize(
@@ -57,20 +57,20 @@ def test_invalid_names(jobs: Path, text: str, message: str) -> None:
         JobDirectory(str(jobs), name, create=True).close()
         os.utime(jobs / name, (int(name[12]),) * 2)
     with pytest.raises(UsageError, match=message) as caught:
-        job_lookup.find_job(text)
+        job_directory.find_job(text)
     assert len(str(caught.value)) < 400 + len(str(jobs))
     with pytest.raises(UsageError, match=message):
-        job_lookup.remove_job(text)
-    assert len(job_lookup.list_jobs()) == 2
+        job_directory.remove_job(text)
+    assert len(job_directory.list_jobs()) == 2
 
 
 def test_removing_a_job(jobs: Path) -> None:
     held = JobDirectory(str(jobs), make_job_name(), create=True)
     held.lock_shared()
     with pytest.raises(UsageError, match=f"job {held.name} is still running: end it first"):
-        job_lookup.remove_job(held.name)
+        job_directory.remove_job(held.name)
     held.close()
-    assert job_lookup.remove_job(held.name[:-1]) == held.name
+    assert job_directory.remove_job(held.name[:-1]) == held.name
     assert list(jobs.iterdir()) == []
 
 
@@ -108,7 +108,7 @@ def test_another_users_jobs_are_not_read(jobs: Path, monkeypatch: pytest.MonkeyP
     JobDirectory(str(jobs), make_job_name(), create=True).close()
     if os.geteuid() != 0:
         monkeypatch.setenv("PHALANX_JOBS_DIR", "/root")
-    for call in (job_lookup.list_jobs, job_lookup.find_job, job_reader.read_job):
+    for call in (job_directory.list_jobs, job_directory.find_job, job_reader.read_job):
         text = run_as_another_user(call)
         assert text.startswith("UsageError: "), text
         assert "cannot be opened (Permission denied)" in text or "belongs to user 0" in text

@@ -1,1 +1,0 @@
-"""Connections between workers: `local` on one host, `remote` over ZeroMQ between hosts."""
