@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from phalanx.hierarchical.failure import counterparts
 from phalanx.system.host_identity import MemoryProbe
-from phalanx.topology.layout import Layout, group_by_host
-from phalanx.topology.rank_record import RankRecord
+from phalanx.topology.layout import Layout, RankRecord, group_by_host
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
@@ -74,7 +73,7 @@ def test_probe_is_accessible_from_another_process() -> None:
     with MemoryProbe() as probe:
         record = RankRecord.for_current_process(2, "gloo", probe)
         code = (
-            "from phalanx.topology.rank_record import RankRecord; "
+            "from phalanx.topology.layout import RankRecord; "
             f"print(RankRecord.parse({record.text!r}).probe_is_accessible())"
         )
         result = subprocess.run(

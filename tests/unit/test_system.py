@@ -1,16 +1,19 @@
-"""`phalanx.system`: processes, names of signals, the identity of the host, polling."""
+"""`phalanx.system`: processes, names of signals, the identity of the host, polling, pickling."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+import traceback
+from typing import Any
 
 import pytest
 
-from phalanx.system import polling
+from phalanx.system import pickling, polling
 from phalanx.system.host_identity import boot_id, has_content, host_identity, namespace_id
 from phalanx.system.processes import (
     ChildProcess,
@@ -138,3 +141,17 @@ def test_waiting_for_a_condition(monkeypatch: pytest.MonkeyPatch) -> None:
     assert polling.wait_until(lambda: clock.now > 100.002, 1)
     assert clock.now < 100.01
     assert not polling.wait_until(lambda: False, 1)
+
+
+def test_pickled_code_keeps_the_locations_of_its_source() -> None:
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    source = "def outer():\n    def inner():\n        raise KeyError\n    inner()\n"
+    exec(compile(source, "/home/user/cell 1.py", "exec"), scope)
+    function = pickle.loads(pickling.dumps(scope["outer"]))
+    with pytest.raises(KeyError) as caught:
+        function()
+    frames = traceback.extract_tb(caught.value.__traceback__)[1:]
+    assert [(each.filename, each.lineno, each.name) for each in frames] == [
+        ("/home/user/cell 1.py", 4, "outer"),
+        ("/home/user/cell 1.py", 3, "inner"),
+    ]

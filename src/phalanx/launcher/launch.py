@@ -19,8 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, NoReturn, TypeVar
 
-import cloudpickle
-
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launcher.failures import (
     Failure,
@@ -34,6 +32,7 @@ from phalanx.launcher.rank_environment import rank_defaults, rank_variables
 from phalanx.launcher.store import host_store
 from phalanx.launcher.worker import InterpreterState, RankOutcome
 from phalanx.observe.launcher_log_writer import LauncherLogWriter
+from phalanx.system import pickling
 from phalanx.system.processes import ChildProcess, signal_group
 
 __all__ = ["launch"]
@@ -170,7 +169,7 @@ def _check_env(env: object) -> None:
 def _write_payload(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Write the interpreter state and the call into a memory file; return its descriptor."""
     try:
-        call = cloudpickle.dumps((fn, args, kwargs))
+        call = pickling.dumps((fn, args, kwargs))
     except Exception as error:
         raise UsageError(_describe_unpicklable(fn, args, kwargs, error)) from error
     fd = os.memfd_create("phalanx-launch", os.MFD_CLOEXEC)
@@ -186,7 +185,7 @@ def _describe_unpicklable(
     values = {"fn": fn, **{f"args[{i}]": arg for i, arg in enumerate(args)}, **kwargs}
     for name, value in values.items():
         try:
-            cloudpickle.dumps(value)
+            pickling.dumps(value)
         except Exception as reason:  # noqa: BLE001 - the object's own code can raise anything
             return (
                 f"{name} can't be pickled and so can't be sent to the ranks ({reason}): create the "

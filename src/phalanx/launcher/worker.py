@@ -94,10 +94,9 @@ def _restore_state(state: InterpreterState) -> None:
 
 
 def _pickle(value: object) -> bytes:
-    import cloudpickle
+    from phalanx.system import pickling
 
-    data: bytes = cloudpickle.dumps(value)
-    return data
+    return pickling.dumps(value)
 
 
 def _describe(error: BaseException) -> RankOutcome:

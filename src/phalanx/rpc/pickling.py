@@ -19,12 +19,12 @@ import types
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-import cloudpickle
 import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ArgumentTypeError, UsageError
 from phalanx.rpc.message import DTYPES
+from phalanx.system.pickling import CodePickler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -109,7 +109,7 @@ class _ThreadLocal(threading.local):
 thread_local = _ThreadLocal()
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no types
+class _Pickler(CodePickler):
     def __init__(
         self, file: io.BytesIO, pickle_context: PickleContext, refuse_parameters: bool
     ) -> None:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch.distributed as dist
 
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launcher.rank_environment import rank_variables
 from phalanx.launcher.store import host_store
+from phalanx.system import pickling
 from phalanx.testing.faults import Fault, check_faults
 from phalanx.testing.fork_server import Task
 from phalanx.testing.processes import ForkServer, RankProcesses, RankResult
@@ -167,7 +167,7 @@ class FaultRunner:
         check_faults(faults, nprocs)
         planned = _pickle_faults(faults)
         try:
-            call = cloudpickle.dumps((_run, (fn, args, kwargs or {}), {}))
+            call = pickling.dumps((_run, (fn, args, kwargs or {}), {}))
         except Exception as error:
             raise UsageError(f"can't pickle the call to send it to the ranks: {error}") from error
         with tempfile.TemporaryDirectory(prefix="phalanx-faults-") as folder:
@@ -191,11 +191,10 @@ def _pickle_faults(faults: Sequence[Fault]) -> bytes:
     """Return the faults, pickled by cloudpickle: ranks can't import the user's script."""
     for fault in faults:
         try:
-            pickle.loads(cloudpickle.dumps(fault))  # a class with its own __init__ may fail here
+            pickle.loads(pickling.dumps(fault))  # a class with its own __init__ may fail here
         except Exception as error:
             raise UsageError(f"can't pickle {fault} to send it to its rank: {error}") from error
-    data: bytes = cloudpickle.dumps(tuple(faults))
-    return data
+    return pickling.dumps(tuple(faults))
 
 
 def _run(fn: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:

@@ -71,14 +71,14 @@ def main() -> None:
     """Serve requests; in a forked rank, run the rank's task."""
     descriptor, modules, *sys.path[:] = sys.argv[1:]
     # Imported here so that ranks inherit them.
-    import cloudpickle
     import torch
 
     import phalanx.backend.process_group
     import phalanx.launcher.rank_bootstrap
+    import phalanx.system.pickling
     import phalanx.testing.faults
 
-    del cloudpickle, phalanx
+    del phalanx
     for module in filter(None, modules.split(",")):
         importlib.import_module(module)
     # Spares the ranks a garbage collection of these modules' objects when they end.
@@ -175,13 +175,13 @@ def _run_task(task: Task) -> None:
 
 
 def _deliver(task: Task, outcome: Outcome) -> None:
-    import cloudpickle
+    from phalanx.system import pickling
 
     try:
-        data = cloudpickle.dumps(outcome)
+        data = pickling.dumps(outcome)
         pickle.loads(data)  # an exception with its own __init__ may fail only here
     except Exception as error:  # noqa: BLE001 - the object's own code may raise anything
-        data = cloudpickle.dumps(_without_object(outcome, error))
+        data = pickling.dumps(_without_object(outcome, error))
     part = task.file("part")
     part.write_bytes(data)
     part.rename(task.file("outcome"))

@@ -7,7 +7,6 @@ hosts reach this rank at `own_address`.
 """
 
 from phalanx.topology.group_formation import join
-from phalanx.topology.layout import Layout
-from phalanx.topology.rank_record import RankRecord, own_address
+from phalanx.topology.layout import Layout, RankRecord, own_address
 
 __all__ = ["Layout", "RankRecord", "join", "own_address"]

@@ -13,8 +13,7 @@ from torch.distributed import DistError, HashStore  # type: ignore[attr-defined]
 from phalanx import _native
 from phalanx.errors import CollectiveTimeout, PhalanxError, UsageError
 from phalanx.system.host_identity import MemoryProbe
-from phalanx.topology.layout import Layout, format_rank_ranges, group_by_host
-from phalanx.topology.rank_record import RankRecord
+from phalanx.topology.layout import Layout, RankRecord, format_rank_ranges, group_by_host
 from phalanx.topology.store_rendezvous import StoreRendezvous, enter_round, key
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch.distributed import DistError, PrefixStore  # type: ignore[attr-define
 
 from phalanx.errors import CollectiveTimeout, PhalanxError, UsageError
 from phalanx.system.polling import attempts
-from phalanx.topology.rank_record import RankRecord
+from phalanx.topology.layout import RankRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

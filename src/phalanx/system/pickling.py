@@ -1,0 +1,45 @@
+"""Pickling of functions by value, which keeps the locations of their source.
+
+cloudpickle replaces the file name of such code by "<dynamic-code>" since version 3.1.3, so that
+equal code has equal bytes. Then neither tracebacks nor call sites of a rank would name the user's
+file, and no line of it could be shown.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import ChainMap
+from types import CodeType
+from typing import Any, ClassVar
+
+import cloudpickle
+
+__all__ = ["CodePickler", "dumps"]
+
+_reducers, *_fallbacks = cloudpickle.Pickler.dispatch_table.maps
+
+
+def _reduce_code(code: CodeType) -> tuple[Any, ...]:
+    _, arguments = _reducers[CodeType](code)
+    return _make_code, (code.co_filename, *arguments)
+
+
+def _make_code(filename: str, *arguments: Any) -> CodeType:
+    return CodeType(*arguments).replace(co_filename=filename)
+
+
+class CodePickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no types
+    """cloudpickle's pickler, except that code keeps its file name."""
+
+    dispatch_table: ClassVar[Any] = ChainMap({**_reducers, CodeType: _reduce_code}, *_fallbacks)
+
+
+def dumps(value: object) -> bytes:
+    """Return a value as bytes for `pickle.loads`, functions and classes of `__main__` included.
+
+    Raises:
+        Exception: A part of the value cannot be pickled; of any kind, as its own code may raise it.
+    """
+    file = io.BytesIO()
+    CodePickler(file).dump(value)
+    return file.getvalue()
