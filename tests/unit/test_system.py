@@ -146,12 +146,12 @@ def test_waiting_for_a_condition(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pickled_code_keeps_the_locations_of_its_source() -> None:
     scope: dict[str, Any] = {"__name__": "__main__"}
     source = "def outer():\n    def inner():\n        raise KeyError\n    inner()\n"
-    exec(compile(source, "/home/user/cell 1.py", "exec"), scope)
+    exec(compile(source, "<cell 1>", "exec"), scope)
     function = pickle.loads(pickling.dumps(scope["outer"]))
     with pytest.raises(KeyError) as caught:
         function()
     frames = traceback.extract_tb(caught.value.__traceback__)[1:]
     assert [(each.filename, each.lineno, each.name) for each in frames] == [
-        ("/home/user/cell 1.py", 4, "outer"),
-        ("/home/user/cell 1.py", 3, "inner"),
+        ("<cell 1>", 4, "outer"),
+        ("<cell 1>", 3, "inner"),
     ]
