@@ -42,7 +42,7 @@ section = @printf '\n== %s\n' "$(1)"
 submake = @$(MAKE) --no-print-directory
 
 .PHONY: help setup setup-dev train test lint format native-test native-plain native-asan \
-	native-tsan kills model mutants pytest test-long test-all hosts conformance conformance-libraries conformance-rpc ecosystem pythons soak fuzz rpc-examples faults bench tidy clean distclean
+	native-tsan kills model mutants pytest test-long test-all hosts conformance conformance-libraries conformance-rpc ecosystem pythons soak fuzz rpc-examples faults bench docs tidy clean distclean
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3.12] [TORCH=2.14.1]"
@@ -81,7 +81,7 @@ $(VENV)/.torch-$(TORCH): $(VENV)/.build-tools
 # Editable: a change in src/phalanx needs no step at all, a change in native/ needs this one.
 $(VENV)/.package: $(VENV)/.torch-$(TORCH) pyproject.toml $(CORE)
 	$(call section,Building and installing the package)
-	@pip install -qq --no-build-isolation --editable ".[examples]"
+	@pip install -qq --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/.package
@@ -113,6 +113,7 @@ test-long: setup-dev ## the other checks and tests: clang-tidy, sanitizers, long
 	$(submake) native-asan
 	$(submake) native-tsan
 	$(submake) pytest SELECT="slow and not long"
+	$(submake) docs
 	$(call section,All long checks and tests passed)
 
 test-all: setup-dev ## both: every check and every test
@@ -288,6 +289,20 @@ faults: setup-dev ## random deaths, mismatches, endurance (ARGS="kills --count 1
 bench: $(VENV)/.bench ## measure Phalanx, Gloo, Open MPI and MPICH side by side (ARGS="--op all_reduce")
 	$(call section,Benchmarks)
 	@phalanx bench $(ARGS)
+
+# ---- documentation ----
+
+$(VENV)/.docs: pyproject.toml | $(VENV)/.package
+	$(call section,Installing Sphinx and matplotlib)
+	@pip install -qq --no-build-isolation --editable ".[bench,docs]" --constraint $(VENV)/.torch-$(TORCH)
+	@touch $@
+
+# With a network, INTERSPHINX=1 links names of Python and PyTorch to their documentation.
+docs: $(VENV)/.docs ## build the documentation site in build/site; warnings are errors
+	$(call section,The pictures and the site)
+	@python tools/draw_pictures.py
+	@$(if $(INTERSPHINX),,PHALANX_DOCS_OFFLINE=1) sphinx-build --fail-on-warning --keep-going --quiet docs build/site $(ARGS)
+	@echo "build/site/index.html"
 
 # ---- the end ----
 

@@ -1,6 +1,6 @@
 """Train a small ConvNet on real digits by synchronous SGD on several ranks.
 
-    python examples/train_digits.py                       # scikit-learn's digits, two ranks
+    python examples/train_digits.py                       # digits of the package, two ranks
     python examples/train_digits.py --nproc-per-node 4 --data DIR  # MNIST's IDX files, four ranks
     phalanx run --nproc-per-node 2 examples/train_digits.py
     mpirun -n 2 python examples/train_digits.py           # or srun
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
-from phalanx import env
+from phalanx import data, env
 from phalanx.data import DataPartitioner, GlobalBatchSampler, Partition
 from phalanx.parallel import average_gradients, average_gradients_per_parameter
 
@@ -54,17 +54,10 @@ class ConvNet(nn.Module):
 
 
 def load_scans() -> tuple[Tensor, Tensor]:
-    """Return scikit-learn's 1797 scans, with a margin of 4 pixels like MNIST's digits."""
-    try:
-        from sklearn import datasets
-    except ImportError:
-        raise phalanx.UsageError(
-            'scikit-learn is missing: pip install "phalanx[examples]", or give --data DIR'
-        ) from None
-    scans = datasets.load_digits()  # 8x8, values from 0 to 16
-    images = torch.from_numpy(scans.images).float()[:, None] / 16
-    images = F.pad(F.interpolate(images, size=(20, 20), mode="bilinear"), (4, 4, 4, 4))
-    return images, torch.from_numpy(scans.target)
+    """Return the digits of the package, enlarged, with a margin of 4 pixels like MNIST's digits."""
+    images, labels = data.load_digits()
+    images = F.interpolate(images[:, None], size=(20, 20), mode="bilinear")
+    return F.pad(images, (4, 4, 4, 4)), labels
 
 
 def load_digits(directory: Path | None, seed: int) -> tuple[Digits, Digits]:

@@ -5,7 +5,7 @@
     phalanx run --nproc-per-node 2 --max-restarts 3 examples/train_mnist.py --checkpoints runs/mnist
 
 If it is killed and started again, it resumes from its last checkpoint. Without --data it trains on
-scikit-learn's small scans.
+the small digits of the package.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from idx import load_mnist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
+from train_digits import load_scans
 
 import phalanx
 from phalanx.train import Trainer
@@ -54,12 +55,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[s
 def load(directory: Path | None) -> tuple[TensorDataset, TensorDataset]:
     """Return the training digits and the held-out digits: a fifth if there is only one part."""
     if directory is None:
-        from sklearn import datasets
-
-        scans = datasets.load_digits()
-        images = torch.from_numpy(scans.images).float()[:, None] / 16
-        images = F.pad(F.interpolate(images, size=(20, 20), mode="bilinear"), (4, 4, 4, 4))
-        parts = [(images, torch.from_numpy(scans.target))]
+        parts = [load_scans()]
     else:
         parts = [
             (images[:, None] / 255, labels) for images, labels in load_mnist(directory).values()

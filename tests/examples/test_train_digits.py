@@ -186,12 +186,3 @@ def test_invalid_options(
     output = capsys.readouterr().err
     assert f"argument {options[0]}: " in output
     assert repr(options[1]) in output
-
-
-def test_without_scikit_learn(script: Path, tmp_path: Path) -> None:
-    (tmp_path / "sklearn.py").write_text("raise ImportError('hidden by the test')")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(script), "--nproc-per-node", "1"]
-    result = start(command, tmp_path, PYTHONPATH=path)
-    assert result.returncode == 1
-    assert result.stderr.startswith("train_digits: scikit-learn is missing: pip install")

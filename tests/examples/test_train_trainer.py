@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from sklearn import datasets
+
+from phalanx.data import load_digits
 
 TIMEOUT = 100.0
 PHALANX_RUN = [sys.executable, "-c", "from phalanx.cli import main; main()", "run"]
@@ -112,11 +113,11 @@ def test_interrupted_gpt_equals_uninterrupted(
 
 
 def write_mnist(folder: Path, count: int) -> None:
-    """Write scikit-learn's scans with a margin, in the format of MNIST."""
-    scans = datasets.load_digits()
+    """Write the package's digits with a margin, in the format of MNIST."""
+    scans, digits = load_digits()
     pixels = np.zeros((count, 28, 28), np.uint8)
-    pixels[:, 6:22, 6:22] = np.kron(scans.images[:count], np.ones((2, 2))) * 15
-    labels = bytes(scans.target[:count].tolist())
+    pixels[:, 6:22, 6:22] = np.kron(scans[:count], np.ones((2, 2))) * 240
+    labels = bytes(digits[:count].tolist())
     files = {
         "train-images-idx3-ubyte": struct.pack(">4I", 0x803, count, 28, 28) + pixels.tobytes(),
         "train-labels-idx1-ubyte": struct.pack(">2I", 0x801, count) + labels,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,37 @@ def test_a_failure_to_explain_is_reported_in_one_line(
     monkeypatch.setattr(explain, "as_text", fail)
     run._explain("20261121-0901-k3f9x2")
     assert capsys.readouterr().err == f"\nphalanx run: can't explain it: {words}\n"
+
+
+def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["phalanx", "--version"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert not caught.value.code
+    versions = (metadata.version("phalanx"), metadata.version("torch"))
+    assert capsys.readouterr().out == "phalanx {}, torch {}\n".format(*versions)
+
+
+def test_completion_in_bash() -> None:
+    """Completion, which `phalanx --install-completion` sets up, knows the subcommands."""
+    request = {"_PHALANX_COMPLETE": "complete_bash", "COMP_WORDS": "phalanx e", "COMP_CWORD": "1"}
+    completed = subprocess.run(
+        [sys.executable, "-c", "from phalanx.cli import main; main()"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **request},
+        timeout=60,
+    )
+    assert completed.stdout.split() == ["explain"], completed.stderr
+
+
+def test_key_says_what_it_wrote(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "job.key"
+    monkeypatch.setattr(sys, "argv", ["phalanx", "key", str(path)])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert not caught.value.code
+    assert path.exists()
+    assert capsys.readouterr().out.startswith(f"{path}: a new key")

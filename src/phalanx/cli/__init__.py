@@ -12,36 +12,53 @@ import importlib
 import io
 import os
 import sys
-from typing import Any
+from importlib import metadata
+from typing import Annotated, Any
 
 import typer
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main", "make_app"]
 
-_COMMANDS = ("run", "jobs", "explain", "watch", "trace", "doctor", "test", "bench", "key")
+COMMANDS = ("run", "jobs", "explain", "watch", "trace", "doctor", "test", "bench", "key")
 
 
-def _app() -> typer.Typer:
+def make_app() -> typer.Typer:
+    """Return the command with all subcommands, whose modules this imports."""
     app = typer.Typer(
         help="Distributed PyTorch in shared memory: start ranks; inspect jobs that run, hang or "
         "have died; check and measure a machine and its network.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for name in _COMMANDS:
+    app.callback()(_options)
+    for name in COMMANDS:
         module: Any = importlib.import_module(f"phalanx.cli.{name}")
         app.command(name, **getattr(module, "SETTINGS", {}))(module.command)
     return app
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"phalanx {metadata.version('phalanx')}, torch {metadata.version('torch')}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the versions."),
+    ] = False,
+) -> None:
+    """Declare the options of the command itself."""
 
 
 def main() -> None:
     """Run the command in `sys.argv` and exit with its code."""
     _escape_unencodable()
     try:
-        _app()(prog_name="phalanx")
+        make_app()(prog_name="phalanx")
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:

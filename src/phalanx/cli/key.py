@@ -24,3 +24,4 @@ def command(
     from phalanx import key
 
     key.create_file(path)
+    print(f"{path}: a new key, which only you can read; copy it to each host")

@@ -5,10 +5,12 @@
   middle of an epoch.
 - `ranks`: means and sums over all ranks.
 - `uneven_inputs`: loops over uneven inputs.
+- `digits`: a small data set for examples.
 
 All modules work with any data set, any `DataLoader` and any backend, and without a process group.
 """
 
+from phalanx.data.digits import load_digits
 from phalanx.data.partition import DataPartitioner, Partition
 from phalanx.data.ranks import mean_over_ranks
 from phalanx.data.samplers import (
@@ -27,6 +29,7 @@ __all__ = [
     "ResumableSampler",
     "count_samples",
     "join_uneven_inputs",
+    "load_digits",
     "mean_over_ranks",
     "per_rank_batch_size",
     "truncate_uneven_inputs",

@@ -171,7 +171,7 @@ class EmbeddingTable:
         return flat.view(self.rows, -1)[:, : self.width]
 
     def gather(self, indices: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Return the rows of these indices, of shape (*indices.shape, width).
+        """Return the rows of these indices, of shape `(*indices.shape, width)`.
 
         Args:
             indices: Row indices, int64 or int32, on the CPU.

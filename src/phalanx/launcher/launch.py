@@ -86,7 +86,7 @@ def launch(
             limit.
         env: Environment variables for the ranks, in addition to this process's own.
             `OMP_NUM_THREADS` is max(1, usable cores // nprocs) unless either sets it.
-        prefix: True to begin every line that a rank prints with `[rank N] `.
+        prefix: True to begin every line that a rank prints with `[rank N]`.
 
     Returns:
         The results of `fn` in rank order.

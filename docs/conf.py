@@ -1,0 +1,52 @@
+"""Configuration of the documentation site: `make docs`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import metadata
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+project = "Phalanx"
+author = "The Phalanx authors"
+version = release = metadata.version("phalanx")
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.intersphinx",
+    "sphinx_copybutton",
+    "generated",
+]
+html_theme = "furo"
+html_title = f"Phalanx {version}"
+exclude_patterns = ["_build"]
+
+myst_heading_anchors = 4
+# Programs, records of measurements and other files outside of the site are on this page.
+source_url = os.environ.get(
+    "PHALANX_SOURCE_URL", "https://github.com/phalanx-dist/phalanx/blob/main"
+)
+
+autodoc_inherit_docstrings = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+intersphinx_mapping = {
+    "python": ("https://docs.python.org/3", None),
+    "torch": ("https://docs.pytorch.org/docs/stable", None),
+}
+# Without a network, links to other projects are left out, and the site is the same otherwise.
+if os.environ.get("PHALANX_DOCS_OFFLINE"):
+    intersphinx_mapping = {}
+
+copybutton_prompt_text = r"\$ |>>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+copybutton_only_copy_prompt_lines = True
