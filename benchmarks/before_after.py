@@ -5,8 +5,8 @@
 OTHER is the environment (.venv) of the version to compare with: check it out elsewhere and run
 `make setup` there. The two versions take turns, each in its own processes and with its own scripts.
 `operations` times small collectives and messages, called by Python in a loop; `bench` is
-`phalanx bench`, `rpc` is `benchmarks/rpc` and `train` is `benchmarks/train_step.py`, all with 2
-ranks. The results are ratios of the time after to the time before: the median and the quartiles of
+`phalanx bench`, `rpc` is `benchmarks/rpc`, `train` is `benchmarks/train_step.py`, and
+`data_parallel` is `benchmarks/data_parallel.py`, all with 2 ranks. The results are ratios of the time after to the time before: the median and the quartiles of
 the runs. Measurements that only one version has are left out. Rows of other systems, which are the
 same before and after, show how much the machine varies.
 """
@@ -129,11 +129,21 @@ def train(python: str) -> Results:
     return {f"step, {system}": time["median"] for system, time in document["seconds"].items()}
 
 
+def data_parallel(python: str) -> Results:
+    """Run `benchmarks/data_parallel.py` with its model that is bound by communication."""
+    command = [python, _script(python, "data_parallel.py"), "--rounds", "7", "--output"]
+    document = _read_output(command)
+    return {
+        f"data parallelism, {mode}": time["median"] for mode, time in document["seconds"].items()
+    }
+
+
 PARTS: dict[str, Callable[[str], Results]] = {
     "operations": operations,
     "bench": bench,
     "rpc": rpc,
     "train": train,
+    "data_parallel": data_parallel,
 }
 
 
