@@ -4,11 +4,12 @@
 
 OTHER is the environment (.venv) of the version to compare with: check it out elsewhere and run
 `make setup` there. The two versions take turns, each in its own processes and with its own scripts.
-`operations` times small collectives and messages, called by Python in a loop; `bench` is
-`phalanx bench`, `rpc` is `benchmarks/rpc`, `train` is `benchmarks/train_step.py`, and
-`data_parallel` is `benchmarks/data_parallel.py`, all with 2 ranks. The results are ratios of the time after to the time before: the median and the quartiles of
-the runs. Measurements that only one version has are left out. Rows of other systems, which are the
-same before and after, show how much the machine varies.
+`operations` times small collectives and messages, called by Python in a loop; `bench` is `phalanx
+bench`, `rpc` is `benchmarks/rpc`, `train` is `benchmarks/train_step.py`, and `data_parallel` is
+`benchmarks/data_parallel.py`, all with 2 ranks. The results are ratios of the time after to the
+time before: the median and the quartiles of the runs. Measurements that only one version has are
+left out. Rows of other systems, which are the same before and after, show how much the machine
+varies.
 """
 
 from __future__ import annotations
