@@ -16,6 +16,7 @@ import torch
 
 from phalanx import rpc
 from phalanx.errors import PeerLost, UsageError
+from phalanx.rpc import local_connection
 from phalanx.rpc.agent import agent
 from tests.ranks import RankServer
 from tests.waiting import wait_for
@@ -283,14 +284,39 @@ def test_leaving_worker(ranks: RankServer, hosts: str) -> None:
     ranks.run(2, leave_early, hosts=hosts)
 
 
-def leave_and_exit() -> None:
-    """Worker 0 learns at the same time that worker 1 has left and that its process has exited."""
+def stop_during_handshake(pid: int) -> None:
+    """Stop a process when it has answered the handshake of a connection from this process."""
+    make = local_connection.make_handshake
+
+    def make_stopping(*arguments: Any, **options: Any) -> Any:
+        handshake = make(*arguments, **options)
+        receive = handshake.receive
+
+        def receive_and_stop(data: bytes) -> bytes:
+            os.kill(pid, signal.SIGSTOP)
+            return receive(data)
+
+        handshake.receive = receive_and_stop
+        return handshake
+
+    local_connection.make_handshake = make_stopping
+
+
+def leave_and_exit(is_new: bool) -> None:
+    """Worker 0 learns at the same time that worker 1 has left and that its process has exited.
+
+    If `is_new`, worker 1 announces it through a new connection.
+    """
     rank = int(os.environ["RANK"])
     rpc.init_rpc(worker_name(rank))
     peers = agent().peers
     if rank == 1:
         assert rpc.rpc_async(0, echo, (1,)).wait() == 1
-        os.kill(peers[0].record.pid, signal.SIGSTOP)
+        if is_new:
+            peers[0].async_connection = None
+            stop_during_handshake(peers[0].record.pid)
+        else:
+            os.kill(peers[0].record.pid, signal.SIGSTOP)
         rpc.shutdown(graceful=False)
         os._exit(0)
     wait_for(lambda: peers[1].has_died)
@@ -304,8 +330,9 @@ def leave_and_exit() -> None:
     os._exit(0)  # the process group cannot shut down
 
 
-def test_worker_that_leaves_and_exits(ranks: RankServer) -> None:
-    for each in ranks.start(3, leave_and_exit).join():
+@pytest.mark.parametrize("is_new", [False, True])
+def test_worker_that_leaves_and_exits(ranks: RankServer, is_new: bool) -> None:
+    for each in ranks.start(3, leave_and_exit, is_new).join():
         assert each.code == 0, each.report()
 
 

@@ -413,7 +413,7 @@ class Agent:
 
     def _on_death(self, peer: Peer) -> None:
         self.reactor.unwatch(peer.pidfd)
-        # The peer may have announced that it leaves: messages that are readable now come first.
+        # The peer may have announced that it leaves: connections that are readable come first.
         handle_loss = partial(self.mark_lost, peer, f"{peer} died")
         self.reactor.submit(partial(self.reactor.submit, handle_loss))
 

@@ -19,7 +19,7 @@ from phalanx.rpc.reference_counting import RefCountDelta, RRefId
 from phalanx.rpc.shared_memory import DeferredCopies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from phalanx.rpc.agent import Agent
     from phalanx.rpc.message import Frames, Message
@@ -75,6 +75,7 @@ class RpcServer:
     def _add_connection(self, connection: LocalConnection) -> None:
         self._connections[connection.fd] = connection
         self._reactor.watch(connection.fd, partial(self._read, connection))
+        self._read(connection)  # before a death of the peer that this round of events may report
 
     def _read(self, connection: LocalConnection) -> None:
         messages = connection.read()
@@ -84,15 +85,12 @@ class RpcServer:
             connection.close()
             return
         answer = partial(_reply, connection)
-        self._reactor.submit(*(partial(self._handle, answer, (each, [])) for each in messages))
+        self._submit((answer, (each, [])) for each in messages)
 
     def _receive(self, router: RemoteRouter) -> None:
         messages = router.receive()
-        self._reactor.submit(
-            *(
-                partial(self._handle, partial(self._send, router, identity), frames)
-                for identity, frames in messages
-            )
+        self._submit(
+            (partial(self._send, router, identity), frames) for identity, frames in messages
         )
         if len(messages) == router.max_messages:
             self._reactor.submit(partial(self._receive, router))
@@ -105,12 +103,27 @@ class RpcServer:
         if router.has_event():
             self._log_rejection()
 
-    def _handle(self, answer: Callable[[Frames], None], frames: Frames) -> None:
+    def _submit(self, requests: Iterable[tuple[Callable[[Frames], None], Frames]]) -> None:
+        """Queue requests, each with the function that sends its answer.
+
+        The announcement that a worker leaves is handled at once: if its process has died since, the
+        worker must not count as dead.
+        """
+        work = []
+        for answer, frames in requests:
+            message = self._agent.parse(frames)
+            if message is None:
+                continue
+            handle = partial(self._handle, answer, message)
+            if message.kind is Kind.LEAVE:
+                handle()
+            else:
+                work.append(handle)
+        self._reactor.submit(*work)
+
+    def _handle(self, answer: Callable[[Frames], None], message: Message) -> None:
         """Handle a request and send its answer; an exception is sent back too."""
         agent = self._agent
-        message = agent.parse(frames)
-        if message is None:
-            return
         if message.kind in ANSWERS:
             agent.log_malformed(Malformed("an answer in place of a request"))
             return
