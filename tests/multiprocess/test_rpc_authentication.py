@@ -165,11 +165,16 @@ def test_listener_must_prove_the_key(acceptor: AcceptorThread) -> None:
 
 def test_process_of_another_user(acceptor: AcceptorThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections with processes of another user are rejected in both directions."""
-    users = iter((4242, os.geteuid(), 4242))
-    monkeypatch.setattr(local_connection, "_peer_user", lambda _: next(users))
+    initiator, seen_by_initiator = threading.current_thread(), iter((4242,))
+    seen_by_listener = iter((os.geteuid(), 4242))
+
+    def peer_user(_: socket.socket) -> int:
+        is_initiator = threading.current_thread() is initiator
+        return next(seen_by_initiator if is_initiator else seen_by_listener)
+
+    monkeypatch.setattr(local_connection, "_peer_user", peer_user)
     with pytest.raises(PhalanxError, match="another user"):
         local_connection.connect(KEY, acceptor.address)
-    # The second user id is the listener's view of this process; the third is another user.
     wait_for(lambda: acceptor.rejected_count == 1)
     with connect(acceptor.address) as client:
         assert is_rejected(client)
