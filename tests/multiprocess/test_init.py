@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 from datetime import timedelta
 
 import numpy as np
@@ -47,6 +49,43 @@ def test_use_an_existing_group_and_keep_it(alone):
         assert session.backend == "gloo"
         assert (session.rank, session.world_size) == (0, 1)
     assert dist.is_initialized()
+
+
+def test_a_model_outlives_its_session_on_gloo():
+    """A thread of Gloo still needs the GIL when the model of a left group is destroyed."""
+    program = """
+import sys, threading
+import torch
+import torch.distributed as dist
+import phalanx
+
+started, proceed = threading.Event(), threading.Event()
+
+def block_thread(_):
+    # If the operation has ended already, the callback runs in the main thread.
+    if threading.current_thread() is not threading.main_thread():
+        started.set()
+        proceed.wait()
+
+with phalanx.init("gloo"):
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    while not started.wait(0.01):
+        dist.all_reduce(torch.ones(1 << 20), async_op=True).get_future().then(block_thread)
+sys.setswitchinterval(1000)  # the thread gets the GIL only if this one releases it
+proceed.set()
+del model
+print("ended")
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in PLACE}
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.stdout, ended.returncode) == ("ended\n", 0), ended.stderr
 
 
 @pytest.mark.sampled(1)

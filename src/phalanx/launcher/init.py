@@ -1,5 +1,6 @@
 """`phalanx.init`: find the rank of this process, select its device and form the group."""
 
+import atexit
 import contextlib
 import importlib
 import os
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import default_pg_timeout
+from torch.distributed import default_pg_timeout, distributed_c10d
 
 import phalanx
 from phalanx import env, transports
@@ -63,6 +64,7 @@ class Session:
         Does not wait for the other ranks beyond the wait in the backend's `destroy_process_group`.
         """
         if self.owner and dist.is_initialized():
+            _keep_gloo_groups()
             dist.destroy_process_group()
 
     def __enter__(self) -> "Session":
@@ -144,6 +146,23 @@ def init(
         dist.get_backend(),
         owner=not is_joined,
     )
+
+
+_kept_groups: list[dist.ProcessGroup] = []
+"""Groups on Gloo that sessions have left."""
+atexit.register(_kept_groups.clear)
+
+
+def _keep_gloo_groups() -> None:
+    """Keep the groups on Gloo until this process exits: a DDP model may outlive its session.
+
+    The destructor of a group joins Gloo's threads. Python releases a group without the GIL, but
+    the destructor of DDP's reducer holds it. A thread of Gloo that needs the GIL at that moment,
+    to release the tensors of its last operation, would never end.
+    """
+    for group, config in distributed_c10d._world.pg_backend_config.items():
+        if "gloo" in config and not _is_phalanx_group(group):
+            _kept_groups.append(group)
 
 
 def _is_phalanx_group(group: dist.ProcessGroup) -> bool:
