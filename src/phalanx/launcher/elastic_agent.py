@@ -43,11 +43,10 @@ from phalanx.launcher.failures import (
     is_remote_cause,
     may_have_unknown_cause,
 )
-from phalanx.launcher.host_resources import check_host
+from phalanx.launcher.host_resources import check_host, rank_defaults
 from phalanx.launcher.job_coordinator import AbsentHostError, Agreement, JobCoordinator, agree
 from phalanx.launcher.options import Job, make_job, presence_timeout
 from phalanx.launcher.output_forwarder import Exit, OutputForwarder, Sink
-from phalanx.launcher.rank_environment import rank_defaults
 from phalanx.launcher.rendezvous import HostRendezvous, open_rendezvous
 from phalanx.observe.launcher_log_writer import LauncherLogWriter
 from phalanx.system.processes import signal_group

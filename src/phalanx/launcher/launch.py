@@ -26,10 +26,9 @@ from phalanx.launcher.failures import (
     find_root_cause,
     may_have_unknown_cause,
 )
-from phalanx.launcher.host_resources import check_host
+from phalanx.launcher.host_resources import check_host, rank_defaults
 from phalanx.launcher.output_forwarder import Exit, OutputForwarder, Sink
-from phalanx.launcher.rank_environment import rank_defaults, rank_variables
-from phalanx.launcher.store import host_store
+from phalanx.launcher.store import host_store, rank_variables
 from phalanx.launcher.worker import InterpreterState, RankOutcome
 from phalanx.observe.launcher_log_writer import LauncherLogWriter
 from phalanx.system import pickling

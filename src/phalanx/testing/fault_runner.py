@@ -15,8 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launcher.rank_environment import rank_variables
-from phalanx.launcher.store import host_store
+from phalanx.launcher.store import host_store, rank_variables
 from phalanx.system import pickling
 from phalanx.testing.faults import Fault, check_faults
 from phalanx.testing.fork_server import Task
