@@ -45,7 +45,6 @@ __all__ = [
     "DirectoryUsage",
     "JobDirectory",
     "UnusableFileError",
-    "describe_job",
     "find_job",
     "get_base_directory",
     "get_command_line",
@@ -211,12 +210,28 @@ class JobDirectory:
         flags |= os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS
         return os.open(name, flags, 0o600, dir_fd=self.fd)
 
-    def write_description(self, description: dict[str, Any]) -> None:
-        """Write `job.json` atomically.
+    def write_description(self, world_size: int, **more: Any) -> None:
+        """Write `job.json` atomically: the properties of the job that are known when it begins.
+
+        Args:
+            world_size: The number of ranks on all hosts.
+            more: Further entries from a launcher: `launcher` (its pid) and `hosts`.
 
         Raises:
             OSError: The file cannot be written.
         """
+        description = {
+            "version": VERSION,
+            "name": self.name,
+            "command": [argument[:4096] for argument in get_command_line()[:256]],
+            "cwd": _get_cwd(),
+            "started": time.time(),
+            "pid_scope": get_pid_scope(),
+            "launcher": None,
+            "hosts": 1,
+            "world_size": world_size,
+            **more,
+        }
         self.replace(JOB_FILE, json.dumps(description).encode())
 
     def replace(self, name: str, content: bytes) -> None:
@@ -343,28 +358,6 @@ def _remove_old(base: str, name: str) -> None:
         pass
     except UnusableFileError as error:
         _log.warning("phalanx: an old job cannot be removed: %s", error)
-
-
-def describe_job(name: str, world_size: int, **more: Any) -> dict[str, Any]:
-    """Return the content of `job.json`: the properties of a job that are known when it begins.
-
-    Args:
-        name: The name of the job.
-        world_size: The number of ranks on all hosts.
-        more: Further entries from a launcher: `launcher` (its pid) and `hosts`.
-    """
-    return {
-        "version": VERSION,
-        "name": name,
-        "command": [argument[:4096] for argument in get_command_line()[:256]],
-        "cwd": _get_cwd(),
-        "started": time.time(),
-        "pid_scope": get_pid_scope(),
-        "launcher": None,
-        "hosts": 1,
-        "world_size": world_size,
-        **more,
-    }
 
 
 def get_command_line() -> list[str]:

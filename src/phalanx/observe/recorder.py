@@ -21,7 +21,6 @@ from phalanx.observe import exception_hook
 from phalanx.observe.job_directory import (
     JobDirectory,
     UnusableFileError,
-    describe_job,
     get_recorder_name,
     make_job_name,
     prune,
@@ -244,7 +243,7 @@ def _open_recorder(job: _JobSettings) -> _Recorder:
         directory, is_first = _open_directory(job)
         if directory is not None:
             if is_first:
-                directory.write_description(describe_job(directory.name, job.world_size))
+                directory.write_description(job.world_size)
                 prune(directory.base, job.kept)
             _open_file(directory, job)
     except OSError as error:
