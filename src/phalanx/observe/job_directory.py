@@ -39,8 +39,6 @@ __all__ = [
     "CALL_LOG_VERSION",
     "JOB_FILE",
     "LAUNCHER_LOG_FILE",
-    "RECORDER_FILE",
-    "RECORDER_SUFFIX",
     "VERSION",
     "DirectoryUsage",
     "JobDirectory",
@@ -64,8 +62,7 @@ JOB_FILE = "job.json"
 LAUNCHER_LOG_FILE = "launcher.jsonl"
 CALL_LOG_VERSION = 1
 """The format version of the files with the pending calls of RPC workers."""
-RECORDER_SUFFIX = ".recorder"
-RECORDER_FILE = re.compile(rf"([1-9][0-9]{{0,9}}){re.escape(RECORDER_SUFFIX)}", re.ASCII)
+_RECORDER_FILE = re.compile(r"([1-9][0-9]{0,9})\.recorder", re.ASCII)
 """The file name of a flight recorder, which contains the pid of its process."""
 
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
@@ -103,7 +100,7 @@ def make_job_name() -> str:
 
 def get_recorder_name(pid: int) -> str:
     """Return the file name of a process's flight recorder."""
-    return f"{pid}{RECORDER_SUFFIX}"
+    return f"{pid}.recorder"
 
 
 def list_job_names(base: str) -> list[str]:
@@ -261,9 +258,9 @@ class JobDirectory:
             # By now the file may have been replaced, so opening it must not block either.
             flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | _FLAGS
             fd = os.open(name, flags, dir_fd=self.fd)
-            with os.fdopen(fd, "rb", buffering=0):
+            with os.fdopen(fd, "rb") as file:
                 _check_file(name, os.fstat(fd), limit)
-                return _read_all(fd, limit)
+                return file.read(limit)
         except (FileNotFoundError, UnusableFileError):
             raise
         except OSError as error:
@@ -271,7 +268,7 @@ class JobDirectory:
 
     def list_recorders(self) -> dict[int, str]:
         """Return the names of the flight recorders by pid, sorted by pid."""
-        found = filter(None, map(RECORDER_FILE.fullmatch, os.listdir(self.fd)))
+        found = filter(None, map(_RECORDER_FILE.fullmatch, os.listdir(self.fd)))
         return dict(sorted((int(match[1]), match[0]) for match in found))
 
     def measure_usage(self) -> DirectoryUsage:
@@ -544,14 +541,6 @@ def _check_file(name: str, found: os.stat_result, limit: int) -> None:
 
 def _describe_kind(found: os.stat_result) -> str:
     return _KINDS.get(stat.S_IFMT(found.st_mode), "a device")
-
-
-def _read_all(fd: int, limit: int) -> bytes:
-    chunks = []
-    while limit > 0 and (chunk := os.read(fd, limit)):
-        chunks.append(chunk)
-        limit -= len(chunk)
-    return b"".join(chunks)
 
 
 def _match_name(text: str | None, found: Sequence[str], base: str) -> str:
