@@ -46,17 +46,12 @@ _lock = threading.Lock()
 
 
 class _Recorder(NamedTuple):
-    """The location of this process's recorder, and whether the job's directory has a launcher."""
+    """The location of this process's recorder, and whether the job has a launcher."""
 
     directory: JobDirectory | None
     """The job's directory; None if the recorder is in memory only."""
     has_launcher: bool
     world_size: int
-
-    @property
-    def location(self) -> str:
-        """The location to share with other ranks."""
-        return self.directory.path if self.directory else env.NO_JOB
 
 
 class _JobSettings(NamedTuple):
@@ -110,7 +105,8 @@ def open_for_group(store: Store, rank: int, size: int) -> None:
 def publish_job(store: Store) -> None:
     """Publish the location of this process's job in a store, if it has a job without a launcher."""
     if _recorder is not None and not _recorder.has_launcher:
-        store.compare_set(_KEY, "", _recorder.location)
+        directory = _recorder.directory
+        store.compare_set(_KEY, "", directory.path if directory else env.NO_JOB)
 
 
 def open_for_workers(store: Store, rank: int, size: int) -> None:
