@@ -7,7 +7,7 @@ import pickle
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,9 +53,6 @@ class Result(Sequence[RankResult]):
 
     def __len__(self) -> int:
         return len(self.ranks)
-
-    def __iter__(self) -> Iterator[RankResult]:
-        return iter(self.ranks)
 
     @property
     def values(self) -> dict[int, Any]:
