@@ -48,6 +48,7 @@ from phalanx.launcher.job_coordinator import AbsentHostError, Agreement, JobCoor
 from phalanx.launcher.options import Job, make_job, presence_timeout
 from phalanx.launcher.output_forwarder import Exit, OutputForwarder, Sink
 from phalanx.launcher.rendezvous import HostRendezvous, open_rendezvous
+from phalanx.launcher.store import HOST
 from phalanx.observe.launcher_log_writer import LauncherLogWriter
 from phalanx.system.processes import signal_group
 from phalanx.torch_versions import shutdown_timeout
@@ -207,10 +208,12 @@ class _Agent(LocalElasticAgent):
         self._min_hosts = job.config.min_nodes
         self.coordinator: JobCoordinator | None = None
         if rendezvous.store is not None:
+            server = rendezvous.tunnel_server
             self.coordinator = JobCoordinator(
-                rendezvous.store, rendezvous.name, has_store=rendezvous.has_store
+                rendezvous.store, rendezvous.name, has_store=server is not None
             )
-            rendezvous.watch_hosts(self.coordinator.report_lost_host)
+            if server is not None:
+                server.on_host_lost = self.coordinator.report_lost_host
         timeout: Any = shutdown_timeout(job.config)
         self._shutdown_options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
         super().__init__(
@@ -234,8 +237,8 @@ class _Agent(LocalElasticAgent):
         group: Any = worker_group
         self._attempt = self._agreement.attempt
         self._remaining_restarts = max(group.spec.max_restarts - self._agreement.failures, 0)
-        if (address := self._host_rendezvous.rank_store_address(self._attempt)) is not None:
-            group.master_addr, group.master_port = address
+        if (get_port := self._host_rendezvous.rank_store_port) is not None:
+            group.master_addr, group.master_port = HOST, get_port(self._attempt)
         if self.coordinator is not None:
             self.coordinator.begin_attempt(self._attempt, self._agreement.hosts)
 
@@ -342,9 +345,8 @@ class _Agent(LocalElasticAgent):
         """Return whether the other hosts can continue without this one."""
         group: Any = self._worker_group
         has_enough_hosts: bool = group.group_world_size > self._min_hosts
-        return (
-            has_enough_hosts and not self._host_rendezvous.has_store and group.spec.max_restarts > 0
-        )
+        has_store = self._host_rendezvous.tunnel_server is not None
+        return has_enough_hosts and not has_store and group.spec.max_restarts > 0
 
     @property
     def remote_failure(self) -> RemoteFailure | None:
