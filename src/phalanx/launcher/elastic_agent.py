@@ -122,7 +122,8 @@ def _run(job: Job) -> HostOutcome:
                     **rendezvous.environment,
                 }
             )
-            outcome = _run_agent(job, rendezvous, forwarder, launcher_log, key)
+            agent = _Agent(job, rendezvous, forwarder, launcher_log, key)
+            outcome = _run_agent(agent, job.config.rdzv_endpoint)
             forwarder.wait_for_exits(_EXIT_SECONDS)
         is_kept = launcher_log.finish(outcome.code)
     return outcome._replace(job=launcher_log.name if is_kept else "")
@@ -443,7 +444,8 @@ class _RankOutput(LogsSpecs):
                     if is_stderr:
                         self._stderr_logs[local_rank] = paths[local_rank]
                     continue
-                visible_sink = sink if self._is_shown(local_rank) else None
+                is_shown = self._shown_ranks is None or local_rank in self._shown_ranks
+                visible_sink = sink if is_shown else None
                 paths[local_rank] = self._create_pipe(
                     local_rank, visible_sink, prefix, keep=is_stderr
                 )
@@ -461,9 +463,6 @@ class _RankOutput(LogsSpecs):
         return (
             Path(self._stderr_logs[local_rank]).read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
         )
-
-    def _is_shown(self, local_rank: int) -> bool:
-        return self._shown_ranks is None or local_rank in self._shown_ranks
 
     def _create_pipe(self, local_rank: int, sink: Sink | None, prefix: str, *, keep: bool) -> str:
         reader, writer = os.pipe()
@@ -502,15 +501,8 @@ def _spec(job: Job, rendezvous: HostRendezvous, key: int) -> WorkerSpec:
     )
 
 
-def _run_agent(
-    job: Job,
-    rendezvous: HostRendezvous,
-    forwarder: OutputForwarder,
-    launcher_log: LauncherLogWriter,
-    key: int,
-) -> HostOutcome:
+def _run_agent(agent: _Agent, endpoint: str) -> HostOutcome:
     """Run the job until it ends and return its outcome."""
-    agent = _Agent(job, rendezvous, forwarder, launcher_log, key)
     try:
         result = agent.run()
     except SignalException as caught:
@@ -521,8 +513,7 @@ def _run_agent(
         remote_failure = None if agent.coordinator is None else agent.coordinator.refresh()
         if remote_failure is not None and remote_failure.is_final:
             return _make_outcome([], remote_failure, 1)
-        address = job.config.rdzv_endpoint
-        raise LaunchError(f"the rendezvous of the hosts at {address} failed: {error}") from error
+        raise LaunchError(f"the rendezvous of the hosts at {endpoint} failed: {error}") from error
     finally:
         if agent.coordinator is not None:
             agent.coordinator.close()
