@@ -71,7 +71,7 @@ class _CommandHandler:
     def __init__(self, system: System | None) -> None:
         self._system = system
         self._operation: TimedOperation | None = None
-        self._stream = _StreamBenchmark()
+        self._arrays: list[NDArray[np.int64]] = []
 
     def serve(self, connection: Connection) -> None:
         """Answer commands until a `StopCommand`.
@@ -89,7 +89,7 @@ class _CommandHandler:
             if isinstance(command, PrepareCommand):
                 return self._prepare(command)
             if isinstance(command, StreamCommand):
-                return Reply(self._stream.run(command))
+                return Reply(self._measure_bandwidth(command))
             assert self._operation is not None
             assert not isinstance(command, StopCommand)
             return Reply(self._operation.time(command))
@@ -104,26 +104,13 @@ class _CommandHandler:
         self._operation = TimedOperation(self._system, command)
         return Reply(wrong="" if command.seed is None else self._operation.check(command.seed))
 
-    def _release(self) -> None:
-        self._operation = None
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
+    def _measure_bandwidth(self, command: StreamCommand) -> float:
+        """Copy memory and return the bandwidth of this rank in bytes per second.
 
-
-class _StreamBenchmark:
-    """The memory bandwidth of one rank, with which every operation is compared.
-
-    All ranks copy arrays far larger than the caches at the same time, by two methods. Bytes read
-    and bytes written both count. The faster method is the limit. `copy` copies the whole array by
-    one call of the C library, which may write past the caches; `blocks` copies half a MiB at a
-    time, through the caches.
-    """
-
-    def __init__(self) -> None:
-        self._arrays: list[NDArray[np.int64]] = []
-
-    def run(self, command: StreamCommand) -> float:
-        """Copy memory and return the bandwidth in bytes per second.
+        Every operation is compared with it. All ranks copy arrays far larger than the caches at the
+        same time, by two methods. Bytes read and bytes written both count. The faster method is the
+        limit. `copy` copies the whole array by one call of the C library, which may write past the
+        caches; `blocks` copies half a MiB at a time, through the caches.
 
         The size of the arrays is fixed by the first call. The pass that runs at the end of the
         duration is completed.
@@ -143,6 +130,11 @@ class _StreamBenchmark:
                     target[block] = source[block]
             moved += source.nbytes + target.nbytes
         return moved / taken
+
+    def _release(self) -> None:
+        self._operation = None
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _create_system(name: str, folder: str, timeout: float) -> System | None:
