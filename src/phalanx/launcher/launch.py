@@ -112,11 +112,11 @@ def launch(
         with RankProcesses(payload, launcher_log, prefix=prefix) as ranks:
             store, run_id = host_store(), uuid.uuid4().hex
             environ = {**os.environ, **(env or {})}
-            environ |= rank_defaults(nprocs, environ)
+            environ |= {**rank_defaults(nprocs, environ), **launcher_log.environment()}
             for rank in range(nprocs):
                 variables = rank_variables(rank, nprocs, store.port, run_id)
                 try:
-                    ranks.start({**environ, **variables, **launcher_log.environment()})
+                    ranks.start({**environ, **variables})
                 except OSError as error:
                     raise LaunchError(f"can't start rank {rank}: {error}") from error
             has_finished = ranks.wait(deadline)
