@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from phalanx.observe import job_reader
-from phalanx.observe.job_directory import JobDirectory, describe_job, make_job_name
+from phalanx.observe.job_directory import JobDirectory, make_job_name
 from phalanx.observe.model import Job
 
 RECORDER_SCRIPT = """
@@ -65,7 +65,7 @@ class JobFixture:
 
     def __init__(self, base: Path, recorders: Path) -> None:
         with JobDirectory(str(base), make_job_name(), create=True) as job:
-            job.write_description(describe_job(job.name, 2))
+            job.write_description(2)
             self.name, self.path = job.name, Path(job.path)
         for recorder in recorders.iterdir():
             shutil.copy(recorder, self.path)

@@ -19,7 +19,7 @@ import pytest
 import phalanx
 from phalanx.errors import LaunchError, UsageError
 from phalanx.observe import job_directory, job_reader
-from phalanx.observe.job_directory import JobDirectory, describe_job, make_job_name
+from phalanx.observe.job_directory import JobDirectory, make_job_name
 from tests.waiting import wait_for
 
 LIMIT = 60
@@ -222,7 +222,7 @@ def test_old_jobs_are_removed_when_a_new_one_starts(
     old = [make_job_name() for _ in range(4)]
     for number, name in enumerate(old):
         with JobDirectory(str(jobs), name, create=True) as job:
-            job.write_description(describe_job(name, 1))
+            job.write_description(1)
         os.utime(jobs / name, (1000 + number,) * 2)
     assert command.run("run", "--nproc-per-node", 1, command.script("raise SystemExit(3)"))[0] == 3
     states = {job["name"]: job["state"] for job in list_jobs(command)}

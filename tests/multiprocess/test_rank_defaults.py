@@ -5,7 +5,7 @@ import os
 import torch
 
 import phalanx
-from phalanx.launcher.rank_environment import rank_defaults
+from phalanx.launcher.host_resources import rank_defaults
 
 LIMIT = 60
 

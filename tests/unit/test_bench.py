@@ -26,7 +26,7 @@ from phalanx.bench.operations import (
 from phalanx.bench.plan import Plan, format_size, parse_names, parse_sizes
 from phalanx.bench.plot import plot
 from phalanx.bench.results import Report, Result, Timing
-from phalanx.bench.table import Display, header, row
+from phalanx.bench.table import Display
 from phalanx.bench.timed_operation import TimedOperation
 from phalanx.errors import UsageError
 
@@ -256,21 +256,23 @@ def test_speedups_and_bandwidth_fraction() -> None:
     assert make_result(phalanx=400, cached=True).bandwidth_fraction("phalanx") is None
 
 
+def make_display(names: list[str], console: Console | None = None) -> Display:
+    return Display(Plan(["all_reduce"], ["float32"], [4 * MIB], names), console)
+
+
 def test_a_row_has_median_spread_speedups_and_limit() -> None:
     entry = make_result(phalanx=400, phalanx_shared=250, gloo=2000, openmpi=900)
     names = ["phalanx", "phalanx-shared", "gloo", "openmpi", "mpich"]
-    cells = row(entry, names)
+    display = make_display(names)
+    (cells,) = display.rows(entry, wide=True)
     assert cells == [
         *("4 MiB", "400 ±40.0", "250 ±25.0", "2000 ±200", "900 ±90.0", "-"),
         *("5.0x", "2.2x", "50% (80%)"),
     ]
-    assert len(header(names)) == len(cells)
-    assert row(entry, names, wide=False)[1] == "400\n±40.0"
-    assert row(make_result(4, phalanx=4.5, openmpi=0.5), ["phalanx"])[-3:] == [
-        "-",
-        "0.11x",
-        "4444%",
-    ]
+    assert len(display.header()) == len(cells)
+    assert display.rows(entry, wide=False)[0][1] == "400\n±40.0"
+    fast = make_result(4, phalanx=4.5, openmpi=0.5)
+    assert make_display(["phalanx"]).rows(fast, wide=True)[0][-3:] == ["-", "0.11x", "4444%"]
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -279,7 +281,7 @@ def test_the_table_shows_every_result_and_note(terminal: bool, width: int) -> No
     entry = make_result(phalanx=400, gloo=2000)
     output = io.StringIO()
     console = Console(file=output, force_terminal=terminal, width=width, highlight=False)
-    with Display(Plan(["all_reduce"], ["float32"], [4 * MIB], ["phalanx"]), console) as display:
+    with make_display(["phalanx"], console) as display:
         display.begin(report(), 1)
         display.add_note("mpich is not available")
         display.begin_section("all_reduce", "float32", ["phalanx", "gloo"])

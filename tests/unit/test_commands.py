@@ -14,7 +14,7 @@ from phalanx.cli import jobs as jobs_command
 from phalanx.cli import main, run
 from phalanx.errors import UsageError
 from phalanx.observe import explain, job_directory, job_reader
-from phalanx.observe.job_directory import JobDirectory, describe_job, make_job_name
+from phalanx.observe.job_directory import JobDirectory, make_job_name
 from tests.job_directories import JobFixture
 from tests.synthetic_jobs import build_straggling_job
 
@@ -22,7 +22,7 @@ from tests.synthetic_jobs import build_straggling_job
 def make_ended_job(jobs: Path, command: str = "train.py") -> str:
     """Create a job that has ended, without ranks."""
     with JobDirectory(str(jobs), make_job_name(), create=True) as job:
-        job.write_description({**describe_job(job.name, 1), "command": [command]})
+        job.write_description(1, command=[command])
         return job.name
 
 

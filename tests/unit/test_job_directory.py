@@ -15,7 +15,6 @@ from phalanx import env
 from phalanx.observe.job_directory import (
     JobDirectory,
     UnusableFileError,
-    describe_job,
     list_job_names,
     make_job_name,
     prune,
@@ -46,7 +45,7 @@ def test_only_the_user_can_read_the_files(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         with JobDirectory(str(base), make_job_name(), create=True) as job:
-            job.write_description(describe_job(job.name, 2))
+            job.write_description(2)
             os.close(job.create("812.recorder"))
             found = {path: stat.S_IMODE(path.lstat().st_mode) for path in tmp_path.rglob("*")}
     finally:
@@ -165,7 +164,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
         with pytest.raises(FileExistsError):
             job.create("1.recorder")
         with pytest.raises(FileExistsError):
-            job.write_description(describe_job(job.name, 1))
+            job.write_description(1)
     assert (tmp_path / "victim").read_text() == "precious"
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from phalanx.observe import job_reader
 from phalanx.observe.diagnosis.formatting import describe_other_jobs
 from phalanx.observe.explain import as_json, as_text
-from phalanx.observe.job_directory import JobDirectory, describe_job, make_job_name
+from phalanx.observe.job_directory import JobDirectory, make_job_name
 from phalanx.observe.watch import as_json as watch_as_json
 from phalanx.observe.watch import build_view
 from phalanx.observe.watch_table import render
@@ -24,7 +24,7 @@ from tests.job_directories import JobFixture
 def other(jobs: Path) -> JobDirectory:
     """Return an older job, which is running as long as this directory is open."""
     held = JobDirectory(str(jobs), make_job_name(), create=True)
-    held.write_description(describe_job(held.name, 4))
+    held.write_description(4)
     held.lock_shared()
     os.utime(held.path, (1, 1))  # the newest job is the one whose directory changed last
     return held

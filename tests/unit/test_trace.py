@@ -13,7 +13,7 @@ from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as protos
 
 from phalanx.errors import UsageError
 from phalanx.observe.model import Group, Job, Operation, Rank, Report, Start
-from phalanx.observe.trace import OperationCounts, build_timeline, write
+from phalanx.observe.trace import OperationCounts, write
 from tests import arbitrary_jobs, perfetto_reader
 from tests.perfetto_reader import ParsedSlice, ParsedTrace
 from tests.synthetic_jobs import (
@@ -267,7 +267,7 @@ def test_an_impossible_end_is_ignored() -> None:
 
 def test_overwritten_operations_are_counted() -> None:
     made = rank(0, history=[collective(3, 2)], open=[collective(1, None)], operations=5002)
-    assert build_timeline(made, job(made)).earlier == 5000
+    assert write_and_parse(job(made))[1][0].earlier == 5000
 
 
 def test_texts_of_the_job_are_escaped() -> None:

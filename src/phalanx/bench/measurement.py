@@ -14,7 +14,7 @@ import secrets
 import shlex
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
@@ -219,7 +219,7 @@ class _Measurement:
             return False
         is_smallest = case.size == min(self._plan.sizes)
         if case.operation.has_size and (is_smallest or case.size <= _CHECKED_BYTES):
-            prepare = PrepareCommand(**{**vars(prepare), "seed": secrets.randbelow(2**31)})
+            prepare = replace(prepare, seed=secrets.randbelow(2**31))
         replies = self._pools[name].execute(prepare, f"{case.name} (preparation)")
         for reply in replies:
             if reply.wrong:

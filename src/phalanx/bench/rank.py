@@ -71,7 +71,7 @@ class _CommandHandler:
     def __init__(self, system: System | None) -> None:
         self._system = system
         self._operation: TimedOperation | None = None
-        self._stream = _StreamBenchmark()
+        self._arrays: list[NDArray[np.int64]] = []
 
     def serve(self, connection: Connection) -> None:
         """Answer commands until a `StopCommand`.
@@ -89,9 +89,7 @@ class _CommandHandler:
             if isinstance(command, PrepareCommand):
                 return self._prepare(command)
             if isinstance(command, StreamCommand):
-                return Reply(
-                    self._stream.run(command.method, command.size, command.start, command.seconds)
-                )
+                return Reply(self._measure_bandwidth(command))
             assert self._operation is not None
             assert not isinstance(command, StopCommand)
             return Reply(self._operation.time(command))
@@ -106,48 +104,37 @@ class _CommandHandler:
         self._operation = TimedOperation(self._system, command)
         return Reply(wrong="" if command.seed is None else self._operation.check(command.seed))
 
-    def _release(self) -> None:
-        self._operation = None
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
+    def _measure_bandwidth(self, command: StreamCommand) -> float:
+        """Copy memory and return the bandwidth of this rank in bytes per second.
 
+        Every operation is compared with it. All ranks copy arrays far larger than the caches at the
+        same time, by two methods. Bytes read and bytes written both count. The faster method is the
+        limit. `copy` copies the whole array by one call of the C library, which may write past the
+        caches; `blocks` copies half a MiB at a time, through the caches.
 
-class _StreamBenchmark:
-    """The memory bandwidth of one rank, with which every operation is compared.
-
-    All ranks copy arrays far larger than the caches at the same time, by two methods. Bytes read
-    and bytes written both count. The faster method is the limit. `copy` copies the whole array by
-    one call of the C library, which may write past the caches; `blocks` copies half a MiB at a
-    time, through the caches.
-    """
-
-    def __init__(self) -> None:
-        self._arrays: list[NDArray[np.int64]] = []
-
-    def run(self, method: str, size: int, start: float, seconds: float) -> float:
-        """Copy memory by one method and return the bandwidth in bytes per second.
-
-        Args:
-            method: Name in COPY_METHODS.
-            size: Size of each of two arrays in bytes; fixed by the first call.
-            start: Start time on the clock of `time.monotonic`.
-            seconds: Duration in seconds; the pass running at its end is completed.
+        The size of the arrays is fixed by the first call. The pass that runs at the end of the
+        duration is completed.
         """
         if not self._arrays:
-            self._arrays = [np.ones(size // 8, np.int64) for _ in range(2)]
+            self._arrays = [np.ones(command.size // 8, np.int64) for _ in range(2)]
         source, target = self._arrays
         blocks = [slice(i, i + _BLOCK_ELEMENTS) for i in range(0, source.size, _BLOCK_ELEMENTS)]
-        while time.monotonic() < start:
+        while time.monotonic() < command.start:
             pass
         moved, began = 0, time.perf_counter()
-        while (taken := time.perf_counter() - began) < seconds or moved == 0:
-            if method == "copy":
+        while (taken := time.perf_counter() - began) < command.seconds or moved == 0:
+            if command.method == "copy":
                 np.copyto(target, source)
             else:
                 for block in blocks:
                     target[block] = source[block]
             moved += source.nbytes + target.nbytes
         return moved / taken
+
+    def _release(self) -> None:
+        self._operation = None
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _create_system(name: str, folder: str, timeout: float) -> System | None:

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.bench.machine import single_copy_works
-from phalanx.launcher.host_resources import usable_cores
-from phalanx.launcher.rank_environment import rank_defaults
+from phalanx.launcher.host_resources import rank_defaults, usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from phalanx.bench.plan import Plan
     from phalanx.bench.results import Report, Result, Timing
 
-__all__ = ["SHORT_NAMES", "AlgorithmsDisplay", "Display", "fastest_algorithm", "header", "row"]
+__all__ = ["SHORT_NAMES", "AlgorithmsDisplay", "Display", "fastest_algorithm"]
 
 SHORT_NAMES = {
     "": "own",
@@ -49,28 +49,12 @@ def _format_microseconds(seconds: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
-def _format_timing(value: Timing | None, *, wide: bool = True) -> str:
+def _format_timing(value: Timing | None, *, wide: bool) -> str:
     """Format the median and half the interquartile range, in microseconds; "-" for none."""
     if value is None:
         return _ABSENT
     spread = f"±{_format_microseconds((value.high - value.low) / 2)}"
     return f"{_format_microseconds(value.median)}{' ' if wide else chr(10)}{spread}"
-
-
-def row(result: Result, systems: list[str], *, wide: bool = True) -> list[str]:
-    """Return the cells of a result: size, every system, both ratios, and fraction of the limit."""
-    cells = [format_size(result.size) if result.size else _ABSENT]
-    cells += [_format_timing(result.timings.get(name), wide=wide) for name in systems]
-    cells += [
-        _format_ratio(result.speedup("phalanx", ["gloo"])),
-        _format_ratio(result.speedup("phalanx", MPI)),
-    ]
-    return [*cells, _format_limit(result, systems)]
-
-
-def header(systems: list[str]) -> list[str]:
-    """Return the column headings for `row`."""
-    return ["size", *(_HEADINGS.get(name, name) for name in systems), "vs Gloo", "vs MPI", "limit"]
 
 
 class Display:
@@ -170,15 +154,23 @@ class Display:
 
     def header(self) -> list[str]:
         """Return the headings of the columns."""
-        return header(self._systems)
+        names = [_HEADINGS.get(name, name) for name in self._systems]
+        return ["size", *names, "vs Gloo", "vs MPI", "limit"]
 
     def widths(self) -> list[int]:
         """Return the widths of the columns for output without a terminal."""
         return [8, *(13 for _ in self._systems), 8, 8, 9]
 
     def rows(self, result: Result, *, wide: bool) -> list[list[str]]:
-        """Return the rows of cells that show a result."""
-        return [row(result, self._systems, wide=wide)]
+        """Return the rows of cells that show a result: by default one, with a cell per column."""
+        cells = [format_size(result.size) if result.size else _ABSENT]
+        cells += [_format_timing(result.timings.get(name), wide=wide) for name in self._systems]
+        cells += [
+            _format_ratio(result.speedup("phalanx", ["gloo"])),
+            _format_ratio(result.speedup("phalanx", MPI)),
+            _format_limit(result, self._systems),
+        ]
+        return [cells]
 
     def _refresh(self) -> None:
         shown: list[RenderableType] = [] if self._table is None else [self._table]

@@ -9,11 +9,10 @@
   hosts and forwards connections between them.
 - `output_forwarder` forwards the ranks' output and exits to the launcher. `failures` finds the
   first real error among several failures and reports it.
-- `host_resources` counts the cores and checks this host, and `rank_environment` makes the
-  environment of a rank.
+- `host_resources` checks this host, counts its cores, and gives each rank its share of them.
 - `init` forms the group in a process, however it was started. `mpi` and `slurm` are the rendezvous
-  of ranks that `mpirun` or `srun` has started. `store` hosts the ranks' store, connects to it and
-  reports on it.
+  of ranks that `mpirun` or `srun` has started. `store` hosts the ranks' store, makes the
+  variables from which ranks find it, connects to it and reports on it.
 
 The package imports neither torch nor the backend. See docs/design/launch.md for the reasons.
 """

@@ -43,12 +43,12 @@ from phalanx.launcher.failures import (
     is_remote_cause,
     may_have_unknown_cause,
 )
-from phalanx.launcher.host_resources import check_host
+from phalanx.launcher.host_resources import check_host, rank_defaults
 from phalanx.launcher.job_coordinator import AbsentHostError, Agreement, JobCoordinator, agree
 from phalanx.launcher.options import Job, make_job, presence_timeout
 from phalanx.launcher.output_forwarder import Exit, OutputForwarder, Sink
-from phalanx.launcher.rank_environment import rank_defaults
 from phalanx.launcher.rendezvous import HostRendezvous, open_rendezvous
+from phalanx.launcher.store import HOST
 from phalanx.observe.launcher_log_writer import LauncherLogWriter
 from phalanx.system.processes import signal_group
 from phalanx.torch_versions import shutdown_timeout
@@ -122,7 +122,8 @@ def _run(job: Job) -> HostOutcome:
                     **rendezvous.environment,
                 }
             )
-            outcome = _run_agent(job, rendezvous, forwarder, launcher_log, key)
+            agent = _Agent(job, rendezvous, forwarder, launcher_log, key)
+            outcome = _run_agent(agent, job.config.rdzv_endpoint)
             forwarder.wait_for_exits(_EXIT_SECONDS)
         is_kept = launcher_log.finish(outcome.code)
     return outcome._replace(job=launcher_log.name if is_kept else "")
@@ -208,10 +209,12 @@ class _Agent(LocalElasticAgent):
         self._min_hosts = job.config.min_nodes
         self.coordinator: JobCoordinator | None = None
         if rendezvous.store is not None:
+            server = rendezvous.tunnel_server
             self.coordinator = JobCoordinator(
-                rendezvous.store, rendezvous.name, has_store=rendezvous.has_store
+                rendezvous.store, rendezvous.name, has_store=server is not None
             )
-            rendezvous.watch_hosts(self.coordinator.report_lost_host)
+            if server is not None:
+                server.on_host_lost = self.coordinator.report_lost_host
         timeout: Any = shutdown_timeout(job.config)
         self._shutdown_options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
         super().__init__(
@@ -235,8 +238,8 @@ class _Agent(LocalElasticAgent):
         group: Any = worker_group
         self._attempt = self._agreement.attempt
         self._remaining_restarts = max(group.spec.max_restarts - self._agreement.failures, 0)
-        if (address := self._host_rendezvous.rank_store_address(self._attempt)) is not None:
-            group.master_addr, group.master_port = address
+        if (get_port := self._host_rendezvous.rank_store_port) is not None:
+            group.master_addr, group.master_port = HOST, get_port(self._attempt)
         if self.coordinator is not None:
             self.coordinator.begin_attempt(self._attempt, self._agreement.hosts)
 
@@ -343,9 +346,8 @@ class _Agent(LocalElasticAgent):
         """Return whether the other hosts can continue without this one."""
         group: Any = self._worker_group
         has_enough_hosts: bool = group.group_world_size > self._min_hosts
-        return (
-            has_enough_hosts and not self._host_rendezvous.has_store and group.spec.max_restarts > 0
-        )
+        has_store = self._host_rendezvous.tunnel_server is not None
+        return has_enough_hosts and not has_store and group.spec.max_restarts > 0
 
     @property
     def remote_failure(self) -> RemoteFailure | None:
@@ -442,7 +444,8 @@ class _RankOutput(LogsSpecs):
                     if is_stderr:
                         self._stderr_logs[local_rank] = paths[local_rank]
                     continue
-                visible_sink = sink if self._is_shown(local_rank) else None
+                is_shown = self._shown_ranks is None or local_rank in self._shown_ranks
+                visible_sink = sink if is_shown else None
                 paths[local_rank] = self._create_pipe(
                     local_rank, visible_sink, prefix, keep=is_stderr
                 )
@@ -460,9 +463,6 @@ class _RankOutput(LogsSpecs):
         return (
             Path(self._stderr_logs[local_rank]).read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
         )
-
-    def _is_shown(self, local_rank: int) -> bool:
-        return self._shown_ranks is None or local_rank in self._shown_ranks
 
     def _create_pipe(self, local_rank: int, sink: Sink | None, prefix: str, *, keep: bool) -> str:
         reader, writer = os.pipe()
@@ -501,15 +501,8 @@ def _spec(job: Job, rendezvous: HostRendezvous, key: int) -> WorkerSpec:
     )
 
 
-def _run_agent(
-    job: Job,
-    rendezvous: HostRendezvous,
-    forwarder: OutputForwarder,
-    launcher_log: LauncherLogWriter,
-    key: int,
-) -> HostOutcome:
+def _run_agent(agent: _Agent, endpoint: str) -> HostOutcome:
     """Run the job until it ends and return its outcome."""
-    agent = _Agent(job, rendezvous, forwarder, launcher_log, key)
     try:
         result = agent.run()
     except SignalException as caught:
@@ -520,8 +513,7 @@ def _run_agent(
         remote_failure = None if agent.coordinator is None else agent.coordinator.refresh()
         if remote_failure is not None and remote_failure.is_final:
             return _make_outcome([], remote_failure, 1)
-        address = job.config.rdzv_endpoint
-        raise LaunchError(f"the rendezvous of the hosts at {address} failed: {error}") from error
+        raise LaunchError(f"the rendezvous of the hosts at {endpoint} failed: {error}") from error
     finally:
         if agent.coordinator is not None:
             agent.coordinator.close()

@@ -149,11 +149,11 @@ def may_have_unknown_cause(failures: Sequence[F]) -> bool:
     return cause.distance > 0 and time.monotonic() < cause.time + GRACE
 
 
-def excerpt(text: str, lines: int = 40) -> str:
+def excerpt(text: str) -> str:
     """Return the part of a rank's last output that explains its exit.
 
     This is the last traceback with the tracebacks chained to it, or the last ten lines if there is
-    none. If a traceback has more than `lines` lines, its middle is omitted.
+    none. If a traceback has more than 40 lines, its middle is omitted.
     """
     rows = _PREFIX.sub("", text.rstrip()).splitlines()
     starts = [i for i, row in enumerate(rows) if row.startswith(_TRACEBACK)]
@@ -163,9 +163,8 @@ def excerpt(text: str, lines: int = 40) -> str:
     while starts and any(row.startswith(_CHAIN) for row in rows[max(0, first - 2) : first]):
         first = starts.pop()
     rows = rows[first:]
-    if len(rows) > lines:
-        head, tail = lines // 4, lines - lines // 4
-        rows = [*rows[:head], f"  ... {len(rows) - head - tail} lines ...", *rows[-tail:]]
+    if len(rows) > 40:
+        rows = [*rows[:10], f"  ... {len(rows) - 40} lines ...", *rows[-30:]]
     return "\n".join(rows)
 
 

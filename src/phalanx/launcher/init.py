@@ -137,15 +137,7 @@ def init(
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     assignment = assignment or RankAssignment(0, 1, 0, 1)
-    return Session(
-        assignment.rank,
-        assignment.world_size,
-        assignment.local_rank,
-        assignment.local_world_size,
-        chosen,
-        dist.get_backend(),
-        owner=not is_joined,
-    )
+    return Session(*assignment, chosen, dist.get_backend(), owner=not is_joined)
 
 
 _kept_groups: list[dist.ProcessGroup] = []

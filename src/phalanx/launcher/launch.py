@@ -26,10 +26,9 @@ from phalanx.launcher.failures import (
     find_root_cause,
     may_have_unknown_cause,
 )
-from phalanx.launcher.host_resources import check_host
+from phalanx.launcher.host_resources import check_host, rank_defaults
 from phalanx.launcher.output_forwarder import Exit, OutputForwarder, Sink
-from phalanx.launcher.rank_environment import rank_defaults, rank_variables
-from phalanx.launcher.store import host_store
+from phalanx.launcher.store import host_store, rank_variables
 from phalanx.launcher.worker import InterpreterState, RankOutcome
 from phalanx.observe.launcher_log_writer import LauncherLogWriter
 from phalanx.system import pickling
@@ -112,11 +111,14 @@ def launch(
         payload = _write_payload(fn, tuple(args), dict(kwargs or {}))
         with RankProcesses(payload, launcher_log, prefix=prefix) as ranks:
             store, run_id = host_store(), uuid.uuid4().hex
+            environ = {**os.environ, **(env or {})}
+            environ |= {**rank_defaults(nprocs, environ), **launcher_log.environment()}
             for rank in range(nprocs):
-                environ = _rank_environment(
-                    rank, nprocs, store.port, run_id, launcher_log, env or {}
-                )
-                _start_rank(ranks, environ)
+                variables = rank_variables(rank, nprocs, store.port, run_id)
+                try:
+                    ranks.start({**environ, **variables})
+                except OSError as error:
+                    raise LaunchError(f"can't start rank {rank}: {error}") from error
             has_finished = ranks.wait(deadline)
         if failures := [failure for failure in ranks.failures if not failure.stopped]:
             _raise_failure(find_root_cause(failures), ranks, launcher_log)
@@ -200,26 +202,6 @@ def _interactive_sources(fn: object) -> dict[str, list[str]]:
         return {}
     lines = linecache.getlines(name)
     return {name: lines} if lines else {}
-
-
-def _rank_environment(
-    rank: int,
-    nprocs: int,
-    port: int,
-    run_id: str,
-    launcher_log: LauncherLogWriter,
-    env: Mapping[str, str],
-) -> dict[str, str]:
-    environ = {**os.environ, **env}
-    variables = rank_variables(rank, nprocs, port, run_id)
-    return {**environ, **rank_defaults(nprocs, environ), **variables, **launcher_log.environment()}
-
-
-def _start_rank(ranks: RankProcesses, environ: Mapping[str, str]) -> None:
-    try:
-        ranks.start(environ)
-    except OSError as error:
-        raise LaunchError(f"can't start rank {environ['RANK']}: {error}") from error
 
 
 def _raise_failure(

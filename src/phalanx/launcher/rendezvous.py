@@ -16,6 +16,7 @@ import os
 import socket
 import threading
 import uuid
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib import metadata
@@ -65,46 +66,26 @@ _NOTICE_SECONDS = 5.0
 _NAME = uuid.uuid4().hex
 
 
+@dataclass(frozen=True)
 class HostRendezvous:
     """The rendezvous of this host's agent and ranks with the other hosts.
 
     Attributes:
         handler: The rendezvous handler of the agent.
         environment: Environment variables for the ranks.
-        name: The name of this host, unique among the hosts of the job.
+        rank_store_port: A function that returns the port of the ranks' store of an attempt, on this
+            host's loopback interface; None if PyTorch sets it.
         store: The store that the launchers of several hosts share; None on one host.
-        has_store: True if this host has the store.
+        tunnel_server: The tunnel server, if this host has the store; else None.
+        name: The name of this host, unique among the hosts of the job.
     """
 
-    def __init__(
-        self,
-        handler: RendezvousHandler,
-        environment: dict[str, str],
-        rank_store_port: Callable[[int], int] | None = None,
-        store: Any = None,
-        tunnel_server: TunnelServer | None = None,
-    ) -> None:
-        self.handler = handler
-        self.environment = environment
-        self.name = _NAME
-        self.store = store
-        self.has_store = tunnel_server is not None
-        self._tunnel_server = tunnel_server
-        self._rank_store_port = rank_store_port
-
-    def rank_store_address(self, attempt: int) -> tuple[str, int] | None:
-        """Return the host and port of the ranks' store of an attempt; None if PyTorch sets them."""
-        return None if self._rank_store_port is None else (HOST, self._rank_store_port(attempt))
-
-    def watch_hosts(self, on_host_lost: Callable[[str, str], None]) -> None:
-        """Call a function for each host that leaves, if this host has the store.
-
-        Args:
-            on_host_lost: The function, called with the unique name of the host and its name for
-                people. It must not block.
-        """
-        if self._tunnel_server is not None:
-            self._tunnel_server.on_host_lost = on_host_lost
+    handler: RendezvousHandler
+    environment: dict[str, str]
+    rank_store_port: Callable[[int], int] | None = None
+    store: Any = None
+    tunnel_server: TunnelServer | None = None
+    name: str = _NAME
 
 
 @contextlib.contextmanager

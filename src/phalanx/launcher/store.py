@@ -1,4 +1,7 @@
-"""The store for the rendezvous of ranks, hosted by their launcher or by rank 0."""
+"""The store for the rendezvous of ranks, hosted by their launcher or by rank 0.
+
+`rank_variables` are the environment variables from which ranks find it.
+"""
 
 import contextlib
 import logging
@@ -20,6 +23,7 @@ __all__ = [
     "check_rank_and_size",
     "host_store",
     "join_store",
+    "rank_variables",
     "rendezvous_result",
     "report_slow_store",
 ]
@@ -52,6 +56,41 @@ def host_store(port: int = 0, *, host: str = HOST, timeout: timedelta | None = N
     return dist.TCPStore(  # type: ignore[attr-defined] # exported at run time
         host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd, **options
     )
+
+
+def rank_variables(
+    rank: int, nprocs: int, store_port: int, run_id: str | None = None
+) -> dict[str, str]:
+    """Return the variables from which a rank of this host finds its peers, named as torchrun's.
+
+    Args:
+        rank: The rank.
+        nprocs: The number of ranks, all on this host.
+        store_port: The port of the ranks' store, on the loopback interface.
+        run_id: The name of the run, for the variables of torchrun's agent; None to omit these.
+    """
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(nprocs),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(nprocs),
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(store_port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    if run_id is not None:
+        variables |= {
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(nprocs),
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RUN_ID": run_id,
+            "TORCHELASTIC_ERROR_FILE": "",
+        }
+    return variables
 
 
 class AttemptStores:

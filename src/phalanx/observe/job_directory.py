@@ -39,13 +39,10 @@ __all__ = [
     "CALL_LOG_VERSION",
     "JOB_FILE",
     "LAUNCHER_LOG_FILE",
-    "RECORDER_FILE",
-    "RECORDER_SUFFIX",
     "VERSION",
     "DirectoryUsage",
     "JobDirectory",
     "UnusableFileError",
-    "describe_job",
     "find_job",
     "get_base_directory",
     "get_command_line",
@@ -65,8 +62,7 @@ JOB_FILE = "job.json"
 LAUNCHER_LOG_FILE = "launcher.jsonl"
 CALL_LOG_VERSION = 1
 """The format version of the files with the pending calls of RPC workers."""
-RECORDER_SUFFIX = ".recorder"
-RECORDER_FILE = re.compile(rf"([1-9][0-9]{{0,9}}){re.escape(RECORDER_SUFFIX)}", re.ASCII)
+_RECORDER_FILE = re.compile(r"([1-9][0-9]{0,9})\.recorder", re.ASCII)
 """The file name of a flight recorder, which contains the pid of its process."""
 
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
@@ -104,7 +100,7 @@ def make_job_name() -> str:
 
 def get_recorder_name(pid: int) -> str:
     """Return the file name of a process's flight recorder."""
-    return f"{pid}{RECORDER_SUFFIX}"
+    return f"{pid}.recorder"
 
 
 def list_job_names(base: str) -> list[str]:
@@ -211,12 +207,28 @@ class JobDirectory:
         flags |= os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS
         return os.open(name, flags, 0o600, dir_fd=self.fd)
 
-    def write_description(self, description: dict[str, Any]) -> None:
-        """Write `job.json` atomically.
+    def write_description(self, world_size: int, **more: Any) -> None:
+        """Write `job.json` atomically: the properties of the job that are known when it begins.
+
+        Args:
+            world_size: The number of ranks on all hosts.
+            more: Further entries from a launcher: `launcher` (its pid) and `hosts`.
 
         Raises:
             OSError: The file cannot be written.
         """
+        description = {
+            "version": VERSION,
+            "name": self.name,
+            "command": [argument[:4096] for argument in get_command_line()[:256]],
+            "cwd": _get_cwd(),
+            "started": time.time(),
+            "pid_scope": get_pid_scope(),
+            "launcher": None,
+            "hosts": 1,
+            "world_size": world_size,
+            **more,
+        }
         self.replace(JOB_FILE, json.dumps(description).encode())
 
     def replace(self, name: str, content: bytes) -> None:
@@ -246,9 +258,9 @@ class JobDirectory:
             # By now the file may have been replaced, so opening it must not block either.
             flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | _FLAGS
             fd = os.open(name, flags, dir_fd=self.fd)
-            with os.fdopen(fd, "rb", buffering=0):
+            with os.fdopen(fd, "rb") as file:
                 _check_file(name, os.fstat(fd), limit)
-                return _read_all(fd, limit)
+                return file.read(limit)
         except (FileNotFoundError, UnusableFileError):
             raise
         except OSError as error:
@@ -256,7 +268,7 @@ class JobDirectory:
 
     def list_recorders(self) -> dict[int, str]:
         """Return the names of the flight recorders by pid, sorted by pid."""
-        found = filter(None, map(RECORDER_FILE.fullmatch, os.listdir(self.fd)))
+        found = filter(None, map(_RECORDER_FILE.fullmatch, os.listdir(self.fd)))
         return dict(sorted((int(match[1]), match[0]) for match in found))
 
     def measure_usage(self) -> DirectoryUsage:
@@ -343,28 +355,6 @@ def _remove_old(base: str, name: str) -> None:
         pass
     except UnusableFileError as error:
         _log.warning("phalanx: an old job cannot be removed: %s", error)
-
-
-def describe_job(name: str, world_size: int, **more: Any) -> dict[str, Any]:
-    """Return the content of `job.json`: the properties of a job that are known when it begins.
-
-    Args:
-        name: The name of the job.
-        world_size: The number of ranks on all hosts.
-        more: Further entries from a launcher: `launcher` (its pid) and `hosts`.
-    """
-    return {
-        "version": VERSION,
-        "name": name,
-        "command": [argument[:4096] for argument in get_command_line()[:256]],
-        "cwd": _get_cwd(),
-        "started": time.time(),
-        "pid_scope": get_pid_scope(),
-        "launcher": None,
-        "hosts": 1,
-        "world_size": world_size,
-        **more,
-    }
 
 
 def get_command_line() -> list[str]:
@@ -551,14 +541,6 @@ def _check_file(name: str, found: os.stat_result, limit: int) -> None:
 
 def _describe_kind(found: os.stat_result) -> str:
     return _KINDS.get(stat.S_IFMT(found.st_mode), "a device")
-
-
-def _read_all(fd: int, limit: int) -> bytes:
-    chunks = []
-    while limit > 0 and (chunk := os.read(fd, limit)):
-        chunks.append(chunk)
-        limit -= len(chunk)
-    return b"".join(chunks)
 
 
 def _match_name(text: str | None, found: Sequence[str], base: str) -> str:

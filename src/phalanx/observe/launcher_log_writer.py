@@ -20,7 +20,6 @@ from phalanx.errors import UsageError
 from phalanx.observe.job_directory import (
     LAUNCHER_LOG_FILE,
     JobDirectory,
-    describe_job,
     make_job_name,
     prune,
 )
@@ -73,8 +72,7 @@ class LauncherLogWriter:
         self._directory = job = JobDirectory(base, make_job_name(), create=True)
         job.lock_shared()
         prune(base, kept)
-        more = {"launcher": os.getpid(), "hosts": hosts}
-        job.write_description(describe_job(job.name, self._world_size, **more))
+        job.write_description(self._world_size, launcher=os.getpid(), hosts=hosts)
         self._fd = job.create(LAUNCHER_LOG_FILE, os.O_APPEND)
         self.name = job.name
 

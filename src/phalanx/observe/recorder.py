@@ -21,7 +21,6 @@ from phalanx.observe import exception_hook
 from phalanx.observe.job_directory import (
     JobDirectory,
     UnusableFileError,
-    describe_job,
     get_recorder_name,
     make_job_name,
     prune,
@@ -47,17 +46,12 @@ _lock = threading.Lock()
 
 
 class _Recorder(NamedTuple):
-    """The location of this process's recorder, and whether the job's directory has a launcher."""
+    """The location of this process's recorder, and whether the job has a launcher."""
 
     directory: JobDirectory | None
     """The job's directory; None if the recorder is in memory only."""
     has_launcher: bool
     world_size: int
-
-    @property
-    def location(self) -> str:
-        """The location to share with other ranks."""
-        return self.directory.path if self.directory else env.NO_JOB
 
 
 class _JobSettings(NamedTuple):
@@ -111,7 +105,8 @@ def open_for_group(store: Store, rank: int, size: int) -> None:
 def publish_job(store: Store) -> None:
     """Publish the location of this process's job in a store, if it has a job without a launcher."""
     if _recorder is not None and not _recorder.has_launcher:
-        store.compare_set(_KEY, "", _recorder.location)
+        directory = _recorder.directory
+        store.compare_set(_KEY, "", directory.path if directory else env.NO_JOB)
 
 
 def open_for_workers(store: Store, rank: int, size: int) -> None:
@@ -244,7 +239,7 @@ def _open_recorder(job: _JobSettings) -> _Recorder:
         directory, is_first = _open_directory(job)
         if directory is not None:
             if is_first:
-                directory.write_description(describe_job(directory.name, job.world_size))
+                directory.write_description(job.world_size)
                 prune(directory.base, job.kept)
             _open_file(directory, job)
     except OSError as error:

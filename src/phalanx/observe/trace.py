@@ -1,10 +1,9 @@
 """A timeline of all ranks of a job: the file that `phalanx trace` writes, for ui.perfetto.dev.
 
-A timeline arranges the operations of a rank on tracks, independently of the file format. Slices of
-a track never overlap. Messages of a rank may overlap, as may operations of several groups or of
-several threads of the script. They are spread over as many tracks of the same name as needed, which
-viewers draw as one. Operations with impossible times, as in a damaged flight recorder, are omitted
-and counted.
+The operations of a rank are slices on tracks. Slices of a track never overlap. Messages of a rank
+may overlap, as may operations of several groups or of several threads of the script. They are
+spread over as many tracks of the same name as needed, which viewers draw as one. Operations with
+impossible times, as in a damaged flight recorder, are omitted and counted.
 
 The format is Perfetto's TrackEvent in protobuf, written with Perfetto's Python package (the extra
 "trace"). Each rank is a process in the trace, and a packet sequence with interned strings, so that
@@ -22,16 +21,14 @@ from typing import IO, TYPE_CHECKING, Any
 
 from phalanx.errors import UsageError
 from phalanx.observe.escape import escape
-from phalanx.observe.exit_reasons import ExitStatus, determine_exit, get_last_record_time
+from phalanx.observe.exit_reasons import determine_exit, get_clock_offset, get_last_record_time
 from phalanx.observe.wait_time import get_wait_interval
 
 if TYPE_CHECKING:
+    from phalanx.observe.exit_reasons import ExitStatus
     from phalanx.observe.model import Job, Operation, Rank
 
-__all__ = ["OperationCounts", "Timeline", "build_timeline", "check", "write"]
-
-_WAITING = "waiting"
-"""The category of slices that show an operation's wait for peers."""
+__all__ = ["OperationCounts", "check", "write"]
 
 _GROUP_THREAD = 1
 """The number of a group's thread in a recorder; all other numbers are threads of the script."""
@@ -48,82 +45,15 @@ _Value = str | int
 
 
 @dataclass(frozen=True)
-class Slice:
-    """An operation, or the wait within an operation.
-
-    Attributes:
-        name: The label of the slice.
-        category: "collective", "message", "joining" or "waiting".
-        begin: The begin, in nanoseconds of the monotonic clock.
-        end: The end, likewise; None if it is under way, and no end of its rank is known.
-        arguments: The details that a viewer shows on selection.
-        within: The wait within the operation: empty, or one slice.
-        flow: An id that the slices of one collective share on all ranks; 0 for none.
-    """
-
-    name: str
-    category: str
-    begin: int
-    end: int | None
-    arguments: Mapping[str, _Value]
-    within: tuple[Slice, ...] = ()
-    flow: int = 0
-
-
-@dataclass(frozen=True)
-class Track:
-    """A track: slices in order that do not overlap."""
-
-    name: str
-    slices: Sequence[Slice]
-
-
-@dataclass(frozen=True)
-class Counter:
-    """A quantity over time, as pairs of time in nanoseconds and value."""
-
-    name: str
-    values: Sequence[tuple[int, float]]
-
-
-@dataclass(frozen=True)
-class Instant:
-    """An event of a rank at a point in time."""
-
-    name: str
-    time: int
-    arguments: Mapping[str, _Value]
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """The timeline of one rank.
+class OperationCounts:
+    """The numbers of a rank's operations that were written or omitted.
 
     Attributes:
         rank: The number of the rank in the job.
-        tracks: The tracks: the main thread, other threads of the script, groups' threads, messages.
-        counters: The steps and losses given to `phalanx.report`.
-        instants: The opening of its flight recorder, and its end.
+        operations: The number of operations on the timeline.
         earlier: The number of operations that its flight recorder no longer holds.
         impossible: The number of operations omitted because their times are impossible.
     """
-
-    rank: int
-    tracks: tuple[Track, ...]
-    counters: tuple[Counter, ...]
-    instants: tuple[Instant, ...]
-    earlier: int
-    impossible: int
-
-    @property
-    def slices(self) -> int:
-        """The number of operations on the timeline."""
-        return sum(len(track.slices) for track in self.tracks)
-
-
-@dataclass(frozen=True)
-class OperationCounts:
-    """The numbers of a rank's operations that were written or omitted; see `Timeline`."""
 
     rank: int
     operations: int
@@ -159,34 +89,16 @@ def write(job: Job, file: IO[bytes]) -> Iterator[OperationCounts]:
     """
     check()
     file.write(_build_job_packets(job))
+    limit = job.now + _SLACK
     for number, (rank, pid) in enumerate(zip(job.ranks, _assign_pids(job), strict=True)):
-        timeline = build_timeline(rank, job)
-        file.write(_PacketSequence(number, pid).serialize(timeline))
-        yield OperationCounts(timeline.rank, timeline.slices, timeline.earlier, timeline.impossible)
-
-
-def build_timeline(rank: Rank, job: Job) -> Timeline:
-    """Arrange the operations of one rank of a job."""
-    status, limit = determine_exit(rank, job), job.now + _SLACK
-    possible = [operation for operation in rank.records if _is_possible(operation, limit)]
-    by_track: dict[tuple[int, str], list[Operation]] = {}
-    for operation in possible:
-        by_track.setdefault(_identify_track(rank, operation), []).append(operation)
-    last = status.time if status.is_inactive and 0 < status.time <= limit else None
-    tracks = [
-        Track(name, [_build_slice(job, rank, operation, last) for operation in row])
-        for (_, name), operations in sorted(by_track.items())
-        for row in _split_overlapping(operations)
-    ]
-    instants = [instant for instant in _list_instants(rank, status) if 0 < instant.time <= limit]
-    return Timeline(
-        rank=rank.rank,
-        tracks=tuple(tracks),
-        counters=_build_counters(rank, limit),
-        instants=tuple(instants),
-        earlier=max(rank.operations - len(rank.records), 0),
-        impossible=len(rank.records) - len(possible),
-    )
+        possible = [operation for operation in rank.records if _is_possible(operation, limit)]
+        file.write(_RankTimeline(job, number, pid).serialize(possible, limit))
+        yield OperationCounts(
+            rank=rank.rank,
+            operations=len(possible),
+            earlier=max(rank.operations - len(rank.records), 0),
+            impossible=len(rank.records) - len(possible),
+        )
 
 
 def _assign_pids(job: Job) -> list[int]:
@@ -204,8 +116,7 @@ def _build_job_packets(job: Job) -> bytes:
     from perfetto.trace_builder.proto_builder import TraceProtoBuilder
 
     builder = TraceProtoBuilder()
-    clock = next((rank.clock for rank in job.ranks if rank.clock), 0)
-    end = _find_end(job)
+    clock, end = get_clock_offset(job), _find_end(job)
     if 0 < clock < _LATEST:
         relation = builder.add_packet().clock_snapshot
         relation.primary_trace_clock = protos.BUILTIN_CLOCK_MONOTONIC
@@ -236,47 +147,116 @@ def _find_end(job: Job) -> int:
     return max(believed, default=job.now)
 
 
-class _PacketSequence:
-    """The packet sequence of one rank, with its interned strings."""
+class _RankTimeline:
+    """The timeline of one rank: a packet sequence with its interned strings."""
 
-    def __init__(self, number: int, pid: int) -> None:
+    def __init__(self, job: Job, number: int, pid: int) -> None:
         from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as protos
         from perfetto.trace_builder.proto_builder import TraceProtoBuilder
 
         self._protos = protos
         self._builder = TraceProtoBuilder()
+        self._job = job
+        self._rank = job.ranks[number]
         self._number = number + 2  # 1 is the job's
         self._pid = pid
         self._texts: dict[str, dict[str, int]] = {}
         self._uuids = itertools.count((number + 2) << 32)
 
-    def serialize(self, timeline: Timeline) -> bytes:
-        """Return all packets of a rank's timeline."""
-        process = next(self._uuids)
+    def serialize(self, operations: Sequence[Operation], limit: int) -> bytes:
+        """Return all packets of the rank, for its operations and events up to the time `limit`."""
+        status = determine_exit(self._rank, self._job)
+        process = self._add_process()
+        self._add_instants(process, status, limit)
+        by_track: dict[tuple[int, str], list[Operation]] = {}
+        for operation in operations:
+            by_track.setdefault(_identify_track(self._rank, operation), []).append(operation)
+        last = status.time if status.is_inactive and 0 < status.time <= limit else None
+        for (_, name), on_track in sorted(by_track.items()):
+            for row in _split_overlapping(on_track):
+                track = self._add_track(process, name).uuid
+                for operation in row:
+                    self._add_operation(track, operation, last)
+        self._add_reports(process, limit)
+        serialized: bytes = self._builder.serialize()
+        return serialized
+
+    def _add_process(self) -> int:
+        """Add the rank as a process, and return the id of its track."""
         packet = self._add_packet()
         packet.sequence_flags |= self._protos.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
         descriptor = packet.track_descriptor
-        descriptor.uuid = process
-        descriptor.sibling_order_rank = timeline.rank
+        descriptor.uuid = next(self._uuids)
+        descriptor.sibling_order_rank = self._rank.rank
         descriptor.process.pid = self._pid
-        descriptor.process.process_name = f"rank {timeline.rank}"
-        types = self._protos.TrackEvent
-        for instant in timeline.instants:
-            packet = self._add_event(instant.time, process, types.TYPE_INSTANT)
-            packet.track_event.name = instant.name
-            self._annotate(packet, instant.arguments)
-        for track in timeline.tracks:
-            uuid = self._add_track(process, track.name).uuid
-            for part in track.slices:
-                self._add_slice(uuid, part)
-        for counter in timeline.counters:
-            descriptor = self._add_track(process, counter.name)
+        descriptor.process.process_name = f"rank {self._rank.rank}"
+        uuid: int = descriptor.uuid
+        return uuid
+
+    def _add_instants(self, process: int, status: ExitStatus, limit: int) -> None:
+        """Add the opening of the flight recorder, and the end of the rank."""
+        rank = self._rank
+        opened: dict[str, _Value] = {"pid": rank.pid, "host": escape(rank.host)}
+        instants = [("flight recorder opened", rank.opened, opened)]
+        if status.is_inactive:
+            labels = {
+                "completed": "ended",
+                "launcher": "stopped by its launcher",
+                "vanished": "disappeared",
+            }
+            time = status.time or get_last_record_time(rank)
+            ended: dict[str, _Value] = {"pid": rank.pid, "exception": escape(rank.exception, 1000)}
+            instants.append((status.describe(labels), time, ended))
+        for name, time, arguments in instants:
+            if 0 < time <= limit:
+                packet = self._add_event(time, process, self._protos.TrackEvent.TYPE_INSTANT)
+                packet.track_event.name = name
+                self._annotate(packet, arguments)
+
+    def _add_operation(self, track: int, operation: Operation, last: int | None) -> None:
+        """Add the slice of an operation; one under way ends with its rank, at `last` if known."""
+        end = operation.end or (None if last is None else max(last, operation.begin))
+        failed = operation.outcome not in ("", "ok")
+        name = escape(operation.kind, 40)
+        category = "joining" if operation.kind == "join" else "collective"
+        packet = self._begin_slice(
+            track,
+            operation.begin,
+            f"{name}: {escape(operation.outcome, 40)}" if failed else name,
+            "message" if operation.is_message else category,
+        )
+        if flow := _get_flow(self._rank, operation):
+            packet.track_event.flow_ids.append(flow)
+        self._annotate(packet, _list_arguments(self._job, self._rank, operation))
+        self._add_wait(track, operation, end)
+        self._end_slice(track, end)
+
+    def _add_wait(self, track: int, operation: Operation, end: int | None) -> None:
+        """Add the slice of an operation's wait for peers, if it waited."""
+        still = not operation.end and operation.waiting_for >= 0
+        begin, until = get_wait_interval(operation, end or self._job.now)
+        if not still and until <= begin:
+            return
+        peer = self._job.find_rank(self._rank, operation, operation.waiting_for)
+        name = f"waiting for rank {peer}" if peer >= 0 else "waiting"
+        self._begin_slice(track, begin, name, "waiting")
+        self._end_slice(track, end if still else until)
+
+    def _add_reports(self, process: int, limit: int) -> None:
+        """Add the steps and losses given to `phalanx.report`."""
+        reports = [report for report in self._rank.reports if 0 < report.time <= limit]
+        steps = [(report.time, float(report.step)) for report in reports if report.step >= 0]
+        losses = [(report.time, report.loss) for report in reports if report.loss is not None]
+        losses = [(time, loss) for time, loss in losses if math.isfinite(loss)]
+        for name, values in (("step", steps), ("loss", losses)):
+            if not values:
+                continue
+            descriptor = self._add_track(process, name)
             descriptor.counter.SetInParent()
-            for time, value in counter.values:
-                packet = self._add_event(time, descriptor.uuid, types.TYPE_COUNTER)
+            for time, value in values:
+                kind = self._protos.TrackEvent.TYPE_COUNTER
+                packet = self._add_event(time, descriptor.uuid, kind)
                 packet.track_event.double_counter_value = value
-        serialized: bytes = self._builder.serialize()
-        return serialized
 
     def _add_packet(self, time: int | None = None) -> Any:
         packet = self._builder.add_packet()
@@ -293,18 +273,17 @@ class _PacketSequence:
         descriptor.name = name
         return descriptor
 
-    def _add_slice(self, track: int, part: Slice) -> None:
-        packet = self._add_event(part.begin, track, self._protos.TrackEvent.TYPE_SLICE_BEGIN)
+    def _begin_slice(self, track: int, begin: int, name: str, category: str) -> Any:
+        packet = self._add_event(begin, track, self._protos.TrackEvent.TYPE_SLICE_BEGIN)
         event = packet.track_event
-        event.name_iid = self._intern(packet, "event_names", part.name)
-        event.category_iids.append(self._intern(packet, "event_categories", part.category))
-        if part.flow:
-            event.flow_ids.append(part.flow)
-        self._annotate(packet, part.arguments)
-        for inner in part.within:
-            self._add_slice(track, inner)
-        if part.end is not None:
-            self._add_event(part.end, track, self._protos.TrackEvent.TYPE_SLICE_END)
+        event.name_iid = self._intern(packet, "event_names", name)
+        event.category_iids.append(self._intern(packet, "event_categories", category))
+        return packet
+
+    def _end_slice(self, track: int, end: int | None) -> None:
+        """End the last slice of a track, unless its end is unknown."""
+        if end is not None:
+            self._add_event(end, track, self._protos.TrackEvent.TYPE_SLICE_END)
 
     def _add_event(self, time: int, track: int, kind: int) -> Any:
         packet = self._add_packet(time)
@@ -312,7 +291,7 @@ class _PacketSequence:
         packet.track_event.track_uuid = track
         return packet
 
-    def _annotate(self, packet: Any, arguments: Mapping[str, str | int]) -> None:
+    def _annotate(self, packet: Any, arguments: Mapping[str, _Value]) -> None:
         for name, value in arguments.items():
             annotation = packet.track_event.debug_annotations.add()
             annotation.name_iid = self._intern(packet, "debug_annotation_names", name)
@@ -376,33 +355,6 @@ def _split_overlapping(operations: Sequence[Operation]) -> list[list[Operation]]
     return rows
 
 
-def _build_slice(job: Job, rank: Rank, operation: Operation, last: int | None) -> Slice:
-    """Build the slice of an operation; an operation under way ends with its rank, at `last`."""
-    end = operation.end or (None if last is None else max(last, operation.begin))
-    failed = operation.outcome not in ("", "ok")
-    name = escape(operation.kind, 40)
-    category = "joining" if operation.kind == "join" else "collective"
-    return Slice(
-        name=f"{name}: {escape(operation.outcome, 40)}" if failed else name,
-        category="message" if operation.is_message else category,
-        begin=operation.begin,
-        end=end,
-        arguments=_list_arguments(job, rank, operation),
-        within=_build_wait(job, rank, operation, end),
-        flow=_get_flow(rank, operation),
-    )
-
-
-def _build_wait(job: Job, rank: Rank, operation: Operation, end: int | None) -> tuple[Slice, ...]:
-    still = not operation.end and operation.waiting_for >= 0
-    begin, until = get_wait_interval(operation, end or job.now)
-    if not still and until <= begin:
-        return ()
-    peer = job.find_rank(rank, operation, operation.waiting_for)
-    name = f"waiting for rank {peer}" if peer >= 0 else "waiting"
-    return (Slice(name, _WAITING, begin, end if still else until, {}),)
-
-
 def _list_arguments(job: Job, rank: Rank, operation: Operation) -> dict[str, _Value]:
     peer = job.find_rank(rank, operation, operation.peer)
     found: dict[str, _Value] = {
@@ -430,27 +382,3 @@ def _get_flow(rank: Rank, operation: Operation) -> int:
     if group is None or operation.is_message or operation.sequence <= 0:
         return 0
     return (group.identity * 0x9E3779B97F4A7C15 + operation.sequence) % 2**64
-
-
-def _build_counters(rank: Rank, limit: int) -> tuple[Counter, ...]:
-    reports = [report for report in rank.reports if 0 < report.time <= limit]
-    steps = [(report.time, float(report.step)) for report in reports if report.step >= 0]
-    losses = [(report.time, report.loss) for report in reports if report.loss is not None]
-    losses = [(time, loss) for time, loss in losses if math.isfinite(loss)]
-    found = (Counter("step", steps), Counter("loss", losses))
-    return tuple(counter for counter in found if counter.values)
-
-
-def _list_instants(rank: Rank, status: ExitStatus) -> Iterator[Instant]:
-    yield Instant(
-        "flight recorder opened", rank.opened, {"pid": rank.pid, "host": escape(rank.host)}
-    )
-    if status.is_inactive:
-        labels = {
-            "completed": "ended",
-            "launcher": "stopped by its launcher",
-            "vanished": "disappeared",
-        }
-        time = status.time or get_last_record_time(rank)
-        arguments: dict[str, _Value] = {"pid": rank.pid, "exception": escape(rank.exception, 1000)}
-        yield Instant(status.describe(labels), time, arguments)

@@ -159,8 +159,7 @@ class WaitForGraph:
         """Return a group as another of its ranks recorded it; None if it did not."""
         if group is None or not group.identity or number not in self.ranks:
             return None
-        groups = self.ranks[number].groups
-        return next((known for known in groups if known.identity == group.identity), None)
+        return self.ranks[number].find_group(group.identity)
 
     def is_gone(self, number: int) -> bool:
         """Return whether, by the moment, a rank had ended by itself or left its groups."""

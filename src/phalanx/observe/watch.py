@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from phalanx.observe.model import Job, Operation, Rank, Report
 
 __all__ = [
+    "NOTICED",
     "WINDOW",
     "Activity",
     "Row",
@@ -39,7 +40,7 @@ WINDOW = 5.0
 _OPERATIONS = 8192
 """Target for the total number of ended operations, so that many ranks can be read quickly."""
 
-_NOTICED = 0.05
+NOTICED = 0.05
 """Shares of time below this value are considered noise."""
 
 Balance = Literal["straggler", "balanced", "stuck", "no_waits", "single_rank", "ended"]
@@ -350,12 +351,12 @@ def _find_straggler(rows: Sequence[Row], alive: Sequence[Row]) -> Straggler | No
     most = 0.0
     for row in rows:
         shares = [(other.rank, other.waits.get(row.rank, 0.0)) for other in alive]
-        shares = [(peer, share) for peer, share in shares if peer != row.rank and share >= _NOTICED]
+        shares = [(peer, share) for peer, share in shares if peer != row.rank and share >= NOTICED]
         if not shares:
             continue
         mean = sum(share for _, share in shares) / len(shares)
         excess = mean - (row.waiting or 0.0)
-        if excess >= _NOTICED and excess * len(shares) > most:
+        if excess >= NOTICED and excess * len(shares) > most:
             most = excess * len(shares)
             best = Straggler(row.rank, mean, tuple(peer for peer, _ in shares))
     return best
@@ -372,4 +373,4 @@ def _judge_balance(
         return "stuck"
     if straggler is not None:
         return "straggler"
-    return "balanced" if max_share >= _NOTICED else "no_waits"
+    return "balanced" if max_share >= NOTICED else "no_waits"

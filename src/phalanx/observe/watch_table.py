@@ -24,6 +24,7 @@ from phalanx.observe.diagnosis.formatting import (
 from phalanx.observe.diagnosis.pending_calls import format_call_lines
 from phalanx.observe.escape import escape
 from phalanx.observe.wait_for_graph import WaitForGraph
+from phalanx.observe.watch import NOTICED
 
 if TYPE_CHECKING:
     from phalanx.observe.model import Job, Operation
@@ -41,7 +42,6 @@ _NOTE = 60
 _NARROWEST = 12
 _LINES_OF_A_RANK = 4
 """Lines per rank that must be available to wrap the text of a rank instead of truncating it."""
-_NOTICED = 0.05
 _NO_VALUE = "-"
 _NOT_WAITING = "not waiting"
 _FROM = ("recv", "broadcast", "scatter")
@@ -181,7 +181,7 @@ def _describe_fold(row: Row) -> str:
         return "with unreadable flight recorders"
     if not row.is_alive or row.state in ("stopped", "disk"):
         return f"in state {row.state}"
-    if (row.waiting or 0.0) < _NOTICED:
+    if (row.waiting or 0.0) < NOTICED:
         return _NOT_WAITING
     return (
         f"waiting for rank {row.waits_for}"

@@ -7,7 +7,7 @@ import pickle
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launcher.rank_environment import rank_variables
-from phalanx.launcher.store import host_store
+from phalanx.launcher.store import host_store, rank_variables
 from phalanx.system import pickling
 from phalanx.testing.faults import Fault, check_faults
 from phalanx.testing.fork_server import Task
@@ -54,9 +53,6 @@ class Result(Sequence[RankResult]):
 
     def __len__(self) -> int:
         return len(self.ranks)
-
-    def __iter__(self) -> Iterator[RankResult]:
-        return iter(self.ranks)
 
     @property
     def values(self) -> dict[int, Any]:

@@ -94,7 +94,7 @@ class StoreRendezvous(NamedTuple):
         """
         yield from attempts(self.start + self.timeout)
         absent = missing()
-        names = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
+        names = _format_ranks(absent)
         raise CollectiveTimeout(
             f"[rank {self.rank}/{self.world_size} on {socket.gethostname()}] joining the group: "
             f"{names} did not arrive within {self.timeout:g} s of this rank's arrival"

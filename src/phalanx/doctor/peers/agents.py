@@ -101,7 +101,7 @@ class LocalAgent(Agent):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._thread = ThreadPoolExecutor(1, "phalanx-doctor")
-        self._pending: Future[dict[str, Any]] | None = None
+        self._pending: Future[dict[str, Any]]
 
     def start(self, command: Mapping[str, Any]) -> None:
         """Start a command in the thread."""
@@ -109,8 +109,6 @@ class LocalAgent(Agent):
 
     def answer(self, seconds: float) -> dict[str, Any]:
         """Wait for the answer; return an `error` if there is none after `seconds`."""
-        if self._pending is None:
-            return {"error": "no command was sent"}
         try:
             return self._pending.result(seconds)
         except FutureTimeoutError:

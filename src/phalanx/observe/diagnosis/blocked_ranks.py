@@ -99,9 +99,7 @@ class StoppedRank(Diagnosis):
         time = self.describe_time(self.since)
         last = f"; {self.possessive} last recorded activity was{time}" if time else ""
         texts = [f"{text}{last}."]
-        status = self.exit_status
-        is_by_launcher = status is not None and status.reason == "launcher"
-        if is_by_launcher and self.graph.first_failure is None:
+        if self.exit_status.reason == "launcher" and self.graph.first_failure is None:
             them = "it" if self.is_single else "them"
             texts.append(f"The signal that ended the other ranks did not end {them}.")
         return texts

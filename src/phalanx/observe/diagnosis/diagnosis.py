@@ -15,12 +15,11 @@ from phalanx.observe.diagnosis.formatting import (
     join_texts,
 )
 from phalanx.observe.escape import escape
-from phalanx.observe.exit_reasons import get_clock_offset
+from phalanx.observe.exit_reasons import ExitStatus, get_clock_offset
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from phalanx.observe.exit_reasons import ExitStatus
     from phalanx.observe.model import Group, Operation
     from phalanx.observe.wait_for_graph import WaitForGraph
 
@@ -34,6 +33,7 @@ __all__ = [
     "suggest_stack_dump",
 ]
 
+_ALIVE = ExitStatus("alive")
 _MAX_SIDES = 4
 """Maximum number of sides of waiting ranks that a sentence lists; the table lists all."""
 
@@ -81,8 +81,7 @@ class Diagnosis:
         sides: The ranks by the point of the program that they had reached: those at fault first,
             then others concerned. In a cycle, each side waits for the next.
         waiting: The ranks that waited for those at fault, directly or indirectly.
-        exit_status: The end of the (first) rank at fault, or that it is alive; None if not
-            applicable.
+        exit_status: The end of the (first) rank at fault; "alive" if not applicable.
         instead: A message that was sent in place of the awaited one.
         reason: Text from the job: the exception, the reason for an abort, or why the cause is
             unknown.
@@ -96,7 +95,7 @@ class Diagnosis:
     since: int = 0
     sides: tuple[Side, ...] = ()
     waiting: tuple[Side, ...] = ()
-    exit_status: ExitStatus | None = None
+    exit_status: ExitStatus = _ALIVE
     instead: Operation | None = None
     reason: str = ""
 

@@ -77,12 +77,11 @@ class _LostRank(Diagnosis):
     @property
     def code(self) -> int | None:
         """The exit code of the (first) rank at fault; None if unknown."""
-        return self.exit_status.code if self.exit_status is not None else None
+        return self.exit_status.code
 
     def describe_end(self) -> str:
         """Describe when and where the rank at fault ended."""
-        time = self.describe_time(self.exit_status.time if self.exit_status is not None else 0)
-        return f"{time}{self.describe_single_location()}"
+        return f"{self.describe_time(self.exit_status.time)}{self.describe_single_location()}"
 
 
 class KilledRank(_LostRank):

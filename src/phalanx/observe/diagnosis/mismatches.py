@@ -128,7 +128,7 @@ class UnsentMessage(Diagnosis):
             min(graph.waits[waiter].operation.begin for waiter in waiters),
             (*build_sides(graph, waiters), *build_sides(graph, [source])),
             build_sides(graph, others),
-            graph.exits.get(source),
+            graph.exits[source],
             _find_other_message(graph, waiters[0], source),
         )
 
@@ -141,7 +141,7 @@ class UnsentMessage(Diagnosis):
             f"{self.describe_call(waiter)},{self.describe_duration(self.since)}."
         )
         status = self.exit_status
-        if status is not None and status.has_finished:
+        if status.has_finished:
             place = f"ended{self.describe_time(status.time)} without sending it"
         else:
             place = self.describe_elsewhere(source)
