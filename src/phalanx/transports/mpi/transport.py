@@ -382,13 +382,9 @@ class _Peer:
     def _request_data(self, transfer: _MpiTransfer, offer: Message) -> None:
         """Request the data of an offer; they arrive directly in the buffer of the receive."""
         self._active_receives.append(transfer)
-        done = partial(self._receive_done, transfer)
+        done = partial(self._finish, self._active_receives, transfer)
         tag = self._communicator.receive_data(self._process, transfer.data, done)
         self._send_message(Kind.REQUEST, tag, offer.number)
-
-    def _receive_done(self, transfer: _MpiTransfer, completed: bool) -> None:
-        self._active_receives.remove(transfer)
-        transfer.finish("" if completed else self._gone_reason or _PEER_CLOSED)
 
     def _send_data(self, request: Message) -> None:
         """Send the data of an offer, or CANCELLED if the offer was withdrawn."""
@@ -397,11 +393,12 @@ class _Peer:
             self._send_message(Kind.CANCELLED, request.tag)
             return
         self._active_sends.append(transfer)
-        done = partial(self._send_done, transfer)
+        done = partial(self._finish, self._active_sends, transfer)
         self._communicator.send_data(self._process, transfer.data, request.tag, done)
 
-    def _send_done(self, transfer: _MpiTransfer, completed: bool) -> None:
-        self._active_sends.remove(transfer)
+    def _finish(self, active: list[_MpiTransfer], transfer: _MpiTransfer, completed: bool) -> None:
+        """Finish a transfer that MPI no longer holds."""
+        active.remove(transfer)
         transfer.finish("" if completed else self._gone_reason or _PEER_CLOSED)
 
     def _fail_unstarted(self, reason: str) -> None:
