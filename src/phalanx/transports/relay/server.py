@@ -24,7 +24,8 @@ from phalanx.transports.relay.protocol import (
     Kind,
     LeaveReason,
     client_key_pair,
-    configure_server,
+    configure,
+    server_key_pair,
 )
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class RelayServer:
         self._zap.bind(_ZAP)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        configure_server(self._socket, endpoint, key)
+        configure(self._socket, endpoint, server_key_pair(key))
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         try:
             self._socket.bind(endpoint)
