@@ -8,7 +8,7 @@ import socket
 from phalanx import env
 from phalanx.errors import UsageError
 
-__all__ = ["interface_address", "is_loopback", "local_address", "resolve"]
+__all__ = ["interface_address", "is_loopback", "local_address", "resolve", "url_host"]
 
 _DISCARD = 9
 
@@ -69,6 +69,11 @@ def resolve(name: str) -> list[str]:
 def is_loopback(address: str) -> bool:
     """Return whether only this machine can reach an address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def url_host(host: str) -> str:
+    """Return a host name or an address as it is written before a port."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _source_address(host: str) -> str:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # exported at run time
 from torch.distributed.rendezvous import rendezvous
 
+from phalanx.address import url_host
 from phalanx.errors import ArgumentTypeError, PeerLost, PhalanxError, UsageError
 from phalanx.observe import exception_hook, recorder
 from phalanx.rpc import workers
@@ -370,7 +371,7 @@ def _peers(
     remote = [f"{each}" for each, is_local in enumerate(local) if not is_local]
     addresses = dict.fromkeys(range(len(records)), "")
     if remote:
-        host = workers.url_host(workers.interface_towards(store))
+        host = url_host(workers.interface_towards(store))
         store.set(f"address/{own.id}", own.listen(host))
         published = workers.wait_for_values(store, [f"address/{each}" for each in remote], timeout)
         addresses.update(

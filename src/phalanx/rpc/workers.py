@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import ipaddress
 import json
 import os
 import re
@@ -263,11 +262,6 @@ def interface_towards(store: Store) -> str:
         store = store.underlying_store
     towards = env.tunnel_host() or (store.host if isinstance(store, TCPStore) else "")
     return local_address(towards) or "127.0.0.1"
-
-
-def url_host(address: str) -> str:
-    """Return an address as it is written before a port."""
-    return f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
 
 
 def _key_digest(own: bytes) -> str:

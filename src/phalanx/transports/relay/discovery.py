@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import zmq
 
 from phalanx import env, key
+from phalanx.address import url_host
 from phalanx.errors import UsageError
 from phalanx.system.host_identity import host_identity
 from phalanx.system.polling import attempts, wait_until
@@ -160,11 +161,9 @@ def _wait_for_location(store: Store) -> dict[str, str]:
 def _start_server(secret: bytes, address: str) -> RelayServer:
     mode, path = env.relay()
     if mode == "listen":
-        server = RelayServer(secret, f"ipc://{path}")
-    else:
-        _, port = env.advertised_address()
-        server = RelayServer(secret, f"tcp://{_bracketed(address)}:{port or '*'}")
-    return server
+        return RelayServer(secret, f"ipc://{path}")
+    _, port = env.advertised_address()
+    return RelayServer(secret, f"tcp://{url_host(address)}:{port or '*'}")
 
 
 def _drain() -> None:
@@ -181,7 +180,7 @@ def _endpoints(server: RelayServer, address: str) -> dict[str, str]:
         return {"remote": _TUNNEL, "local": server.endpoint, "network": ""}
     host, _ = env.advertised_address()
     port = server.endpoint.rpartition(":")[2]
-    remote = f"tcp://{_bracketed(host or address)}:{port}"
+    remote = f"tcp://{url_host(host or address)}:{port}"
     return {"remote": remote, "local": server.endpoint, "network": _network()}
 
 
@@ -204,10 +203,6 @@ def _network() -> str:
     Processes with the same identifier can reach each other at any of their addresses.
     """
     return host_identity("net")
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
 
 
 register_shutdown_hook(_drain)
