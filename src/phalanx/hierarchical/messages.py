@@ -117,7 +117,7 @@ class PointToPointGroup:
         if local is not None:
             return LocalMessage(self._native.isend(data, count, dtype, local, tag), self)
         header = _make_header("send", count, dtype, destination, tag)
-        message = RemoteMessage(self, header, destination, [])
+        message = RemoteMessage(self, header, destination)
         message.record_begin()
         try:
             with self._send_lock:  # envelopes must arrive in the order of the sends
@@ -139,7 +139,7 @@ class PointToPointGroup:
         local = self._local_rank(source)
         if local is not None:
             return LocalMessage(self._native.irecv(data, count, dtype, local, tag), self)
-        message = RemoteMessage(self, _make_header("recv", count, dtype, source, tag), source, [])
+        message = RemoteMessage(self, _make_header("recv", count, dtype, source, tag), source)
         if source >= 0:
             message.record_begin()
         try:
@@ -249,22 +249,16 @@ class RemoteMessage:
         group: The group of the message.
         header: The description of the message on this rank.
         peer: The destination or source rank; -1 for a recv from any source.
-        transfers: The transfers that must complete, in this order. More may be appended later.
     """
 
-    def __init__(
-        self,
-        group: PointToPointGroup,
-        header: Header,
-        peer: int,
-        transfers: list[Transfer],
-    ) -> None:
+    def __init__(self, group: PointToPointGroup, header: Header, peer: int) -> None:
         self.id = next(_numbers)
         self.peer = peer
         self.done = False
         self.status: GroupFailure | None = None
         self.header = header
-        self.transfers = transfers
+        self.transfers: list[Transfer] = []
+        """The transfers that must complete, in this order."""
         self._group = group
         self._record: _native.Message | None = None
         self._lock = threading.Lock()
