@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
     from phalanx import _native
-    from phalanx.hierarchical.execution import DeadlineExceeded
     from phalanx.hierarchical.fingerprint import Header
     from phalanx.topology import Layout, RankRecord
     from phalanx.transports import Transfer, Transport
@@ -302,9 +301,7 @@ class FailurePropagator:
         self._break_group(reported)
         return False
 
-    def report_timeout(
-        self, error: DeadlineExceeded, operation: str, timeout: float
-    ) -> GroupFailure:
+    def report_timeout(self, peer: int, operation: str, timeout: float) -> GroupFailure:
         """Report the timeout of an operation in which this rank waited for another host.
 
         Returns the failure. Blocks for up to half a second for another rank's report.
@@ -316,10 +313,10 @@ class FailurePropagator:
             return self._break_group(reported)
         rank = self._layout.rank
         message = (
-            f"rank {rank} waited for {self.format_rank(error.peer)} in {operation} until the "
+            f"rank {rank} waited for {self.format_rank(peer)} in {operation} until the "
             f"timeout of {timeout:g} s on this rank; the state of that rank is unknown"
         )
-        return self.report(GroupFailure("timeout", message, rank, error.peer))
+        return self.report(GroupFailure("timeout", message, rank, peer))
 
     def create_failure_check(self) -> Callable[[], None]:
         """Return a function that a wait calls repeatedly to check for failures of other ranks.

@@ -329,7 +329,7 @@ class HierarchicalGroup(PointToPointGroup):
             )
         except DeadlineExceeded as error:
             return self._propagator.report_timeout(
-                error, self._propagator.format_operation(header), timeout
+                error.peer, self._propagator.format_operation(header), timeout
             )
         except data_movement.SplitSizeMismatch as error:
             return self._propagator.report(self._split_size_failure(own, error))

@@ -28,7 +28,6 @@ from phalanx.hierarchical.execution import (
     ELEMENT_SIZES,
     ENVELOPES_TAG,
     ConnectionLost,
-    DeadlineExceeded,
     bytes_at,
     data_tag,
     drain,
@@ -160,11 +159,9 @@ class PointToPointGroup:
                 if (broken := self.failure()) is not None:
                     message.complete(broken)
                 elif time.monotonic() >= deadline:
-                    error = DeadlineExceeded(message.peer)
+                    operation = self._format_operation(message)
                     message.complete(
-                        self._propagator.report_timeout(
-                            error, self._format_operation(message), timeout
-                        )
+                        self._propagator.report_timeout(message.peer, operation, timeout)
                     )
         except ConnectionLost as error:
             self._fail(message, error)
