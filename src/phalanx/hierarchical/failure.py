@@ -97,12 +97,11 @@ class SharedGroupState:
         return self._failure
 
     def record_leave(self, rank: int, site: str) -> None:
-        """Record that a rank leaves the group, with the call site."""
-        self._query(lambda: self._store.set(_leave_key(rank), site or "-"))
+        """Record that a rank leaves the group, with the call site.
 
-    def record_exit(self, rank: int) -> None:
-        """Record that a rank's process exits normally without having left the group."""
-        self._query(lambda: self._store.set(_leave_key(rank), EXITED))
+        The call site is `EXITED` if its process exits normally without having left the group.
+        """
+        self._query(lambda: self._store.set(_leave_key(rank), site or "-"))
 
     def leave_site(self, rank: int) -> str | None:
         """Return the call site at which a rank left the group.
@@ -341,8 +340,7 @@ class FailurePropagator:
     def report_mismatch(self, own: Header, peer: int, theirs: Header) -> GroupFailure:
         """Report that a rank of another host is in a different operation; return the failure."""
         rank = self._layout.rank
-        mine = self._formatter.format_operation(own.fingerprint, own.site)
-        other = self._formatter.format_operation(theirs.fingerprint, theirs.site)
+        mine, other = self.format_operation(own), self.format_operation(theirs)
         message = f"ranks disagree: rank {rank} is in {mine}, rank {peer} in {other}"
         return self.report(GroupFailure("mismatch", message, rank, peer))
 

@@ -26,6 +26,7 @@ from phalanx.hierarchical.execution import (
     dissemination_rounds,
 )
 from phalanx.hierarchical.failure import (
+    EXITED,
     FailurePropagator,
     GroupFailure,
     SharedGroupState,
@@ -220,7 +221,7 @@ class HierarchicalGroup(PointToPointGroup):
         """
         self._propagator.is_closing = True
         if not abrupt and not self._native.closed and self._propagator.failure is None:
-            self._shared_state.record_exit(self.rank)
+            self._shared_state.record_leave(self.rank, EXITED)
         if abrupt:
             self._transport.abort()
         self._transport.close()
