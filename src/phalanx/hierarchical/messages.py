@@ -206,12 +206,10 @@ class PointToPointGroup:
         return None if status is None else self._propagator.report_status(status, timeout)
 
     def _fail(self, message: RemoteMessage, error: ConnectionLost) -> None:
-        if (broken := self.failure()) is not None:
-            message.complete(broken)
-        else:
-            message.complete(
-                self._propagator.report_connection_lost(error, self._format_operation(message))
-            )
+        operation = self._format_operation(message)
+        message.complete(
+            self.failure() or self._propagator.report_connection_lost(error, operation)
+        )
 
     def _format_operation(self, message: RemoteMessage) -> str:
         return self._propagator.format_operation(message.header)
