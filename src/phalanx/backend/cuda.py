@@ -39,7 +39,7 @@ class NcclChild:
         rank: This process's rank in the group.
         size: World size of the group.
         timeout: The timeout of NCCL's operations, and of the wait for the peers' devices.
-        make: Creates the NCCL group; replaced in tests.
+        make_group: Creates the NCCL group; replaced in tests.
     """
 
     def __init__(
