@@ -36,10 +36,7 @@ from phalanx.backend.collectives import (
     tensors_per_rank,
 )
 from phalanx.backend.cuda import NcclChild, delegate_cuda
-from phalanx.backend.execution import (
-    CollectiveExecutor,
-    Pairs,
-)
+from phalanx.backend.execution import CollectiveExecutor, Pairs
 from phalanx.backend.failure import FailureFormatter, describe_missing_rank
 from phalanx.backend.instrumentation import active_mode_count, is_profiling
 from phalanx.backend.membership import Membership, fail_all_groups
