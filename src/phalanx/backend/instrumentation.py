@@ -206,7 +206,7 @@ def _insert_modes(lowest: TorchDispatchMode, highest: TorchDispatchMode) -> Iter
     Modes of the compiler have a key, and PyTorch keeps them beneath the others.
     """
     suspended = []
-    while active_mode_count() and not _is_infra_mode(_top_mode()):
+    while active_mode_count() and not _is_top_mode_infra():
         suspended.append(torch._C._pop_torch_dispatch_stack(None))
     activated = [lowest, *reversed(suspended), *([highest] if suspended else [])]
     try:
@@ -220,11 +220,8 @@ def _insert_modes(lowest: TorchDispatchMode, highest: TorchDispatchMode) -> Iter
             torch._C._push_on_torch_dispatch_stack(mode)
 
 
-def _top_mode() -> Any:
-    return torch._C._get_dispatch_stack_at(active_mode_count() - 1)
-
-
-def _is_infra_mode(mode: Any) -> bool:
+def _is_top_mode_infra() -> bool:
+    mode = torch._C._get_dispatch_stack_at(active_mode_count() - 1)
     return getattr(mode, "_mode_key", None) is not None
 
 
