@@ -138,7 +138,8 @@ class MpiTransport(Transport):
         completed = [peer.advance_shutdown() for peer in self._peers]  # a list: calls it on each
         if not all(completed):
             if time.monotonic() > self._deadline:
-                self._mpi_thread.stop(
+                # MPI still refers to memory that its owners reuse.
+                self._mpi_thread.stop_reason = (
                     "a transfer with another rank never completed, so this process can no longer "
                     "use MPI"
                 )
