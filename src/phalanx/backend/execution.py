@@ -19,7 +19,7 @@ from phalanx.backend.instrumentation import (
     record_call,
     run_observed,
 )
-from phalanx.backend.membership import propagate_deadlock
+from phalanx.backend.membership import Membership, propagate_deadlock
 from phalanx.backend.operands import OP_NAMES, copy_back, format_tensor
 from phalanx.backend.work import CollectiveWork, FinishedWork, timeout_seconds
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from torch.distributed import Work
 
     from phalanx.backend.collectives import NativeCall
-    from phalanx.backend.membership import Membership
     from phalanx.errors import PhalanxError
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]

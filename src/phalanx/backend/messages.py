@@ -13,8 +13,14 @@ from phalanx._native import call_site as call_site_number
 from phalanx._native import call_site_text
 from phalanx.backend.call_site import call_site, short_site
 from phalanx.backend.failure import format_peer, left_group_error, status_error
-from phalanx.backend.instrumentation import begin_event, is_profiling, is_wrapper, run_observed
-from phalanx.backend.membership import propagate_deadlock
+from phalanx.backend.instrumentation import (
+    OperatorCall,
+    begin_event,
+    is_profiling,
+    is_wrapper,
+    run_observed,
+)
+from phalanx.backend.membership import Membership, propagate_deadlock
 from phalanx.backend.operands import (
     copy_back,
     dtype_code,
@@ -25,15 +31,12 @@ from phalanx.backend.operands import (
     warn_once,
 )
 from phalanx.backend.work import FinishedWork, MessageWork
-from phalanx.errors import UsageError
+from phalanx.errors import PhalanxError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx import _native
-    from phalanx.backend.instrumentation import OperatorCall
-    from phalanx.backend.membership import Membership
-    from phalanx.errors import PhalanxError
 
 ANY_SOURCE = -1
 _IS_WRAPPED = torch.version.cuda is not None  # by `cuda.delegate_cuda`, which adds a frame

@@ -38,7 +38,7 @@ from phalanx.backend.collectives import (
 from phalanx.backend.cuda import NcclChild, delegate_cuda
 from phalanx.backend.execution import CollectiveExecutor, Pairs
 from phalanx.backend.failure import FailureFormatter, describe_missing_rank
-from phalanx.backend.instrumentation import active_mode_count, is_profiling
+from phalanx.backend.instrumentation import OperatorCall, active_mode_count, is_profiling
 from phalanx.backend.membership import Membership, fail_all_groups
 from phalanx.backend.messages import ANY_SOURCE, Messages, check_peer, is_blocking
 from phalanx.backend.operands import (
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-    from phalanx.backend.instrumentation import OperatorCall
 
 on_create: Callable[[ProcessGroup], None] | None = None
 """A function that is called with each new group; fault injection wraps its methods there."""

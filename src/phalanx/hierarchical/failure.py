@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from torch.distributed import DistError
 
 from phalanx.hierarchical.execution import LIVENESS_TAG, ConnectionLost
-from phalanx.hierarchical.fingerprint import Fingerprint
-from phalanx.transports import TransportError
+from phalanx.hierarchical.fingerprint import Fingerprint, Header
+from phalanx.transports import Transfer, Transport, TransportError
 from phalanx.transports.shutdown_hooks import delay_shutdown
 
 if TYPE_CHECKING:
@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
     from phalanx import _native
-    from phalanx.hierarchical.fingerprint import Header
     from phalanx.topology import Layout, RankRecord
-    from phalanx.transports import Transfer, Transport
 
 _FAILURE_KEY = "phalanx/broken"
 _QUERY_TIMEOUT = 1.0

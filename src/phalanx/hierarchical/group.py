@@ -28,6 +28,7 @@ from phalanx.hierarchical.execution import (
 from phalanx.hierarchical.failure import (
     EXITED,
     FailurePropagator,
+    Formatter,
     GroupFailure,
     SharedGroupState,
     watch_counterparts,
@@ -37,18 +38,14 @@ from phalanx.hierarchical.messages import PointToPointGroup
 from phalanx.observe.escape import escape
 from phalanx.observe.exception_hook import SESSION_ENDED
 from phalanx.system.polling import attempts
-from phalanx.topology import own_address
-from phalanx.transports import TransportError, open_transport
+from phalanx.topology import Layout, RankRecord, own_address
+from phalanx.transports import Transport, TransportError, open_transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
 
     from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
-
-    from phalanx.hierarchical.failure import Formatter
-    from phalanx.topology import Layout, RankRecord
-    from phalanx.transports import Transport
 
 
 _MAX_EXCEPTION_CHARACTERS = 640

@@ -32,17 +32,15 @@ from phalanx.hierarchical.execution import (
     data_tag,
     drain,
 )
-from phalanx.hierarchical.failure import GroupFailure
+from phalanx.hierarchical.failure import FailurePropagator, GroupFailure
 from phalanx.hierarchical.fingerprint import Fingerprint, Header, current_site
-from phalanx.transports import Transfer, TransportError
+from phalanx.transports import Transfer, Transport, TransportError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx import _native
-    from phalanx.hierarchical.failure import FailurePropagator
     from phalanx.topology import Layout
-    from phalanx.transports import Transport
 
 _numbers = itertools.count(-1, -1)  # native messages have positive ids
 _T = TypeVar("_T")

@@ -26,14 +26,13 @@ from phalanx.transports.interface import (
     Transport,
     TransportError,
 )
-from phalanx.transports.mpi.messages import MAX_EAGER_BYTES, Kind, Message
+from phalanx.transports.mpi.messages import MAX_EAGER_BYTES, Communicator, Kind, Message
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-    from phalanx.transports.mpi.messages import Communicator
     from phalanx.transports.mpi.progress_thread import MpiProgressThread
 
 __all__ = ["MpiTransport"]
