@@ -16,6 +16,7 @@ from phalanx import _native
 from phalanx.embedding.batch import (
     DTYPES,
     MODES,
+    WHOLE,
     Batch,
     BatchAddresses,
     Share,
@@ -277,7 +278,7 @@ class EmbeddingTable:
         self,
         batches: Sequence[BatchAddresses],
         divisor: float = 1.0,
-        share: Share = Share(),  # noqa: B008 - it is immutable
+        share: Share = WHOLE,
         step: int = 0,
     ) -> None:
         """Make one step with the gradients of several prepared batches, summed and divided.
