@@ -22,13 +22,12 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from phalanx.observe.job_directory import CALL_LOG_VERSION
+from phalanx.observe.job_directory import CALL_LOG_VERSION, JobDirectory
 from phalanx.observe.recorder import get_job_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from phalanx.observe.job_directory import JobDirectory
     from phalanx.rpc.peer import Peer
     from phalanx.rpc.workers import WorkerInfo
 

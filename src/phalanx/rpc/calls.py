@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.errors import UsageError
-from phalanx.rpc.agent import UNSET, agent, agent_or_none, seconds
+from phalanx.rpc.agent import UNSET, PendingCall, agent, agent_or_none, seconds
 from phalanx.rpc.message import Kind
 from phalanx.rpc.workers import WorkerInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from phalanx.rpc.agent import PendingCall
 
 __all__ = [
     "begin",

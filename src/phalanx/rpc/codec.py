@@ -15,6 +15,7 @@ from phalanx.rpc.message import (
     ANSWERS,
     MAX_FRAME_SIZE,
     MAX_TENSORS,
+    Frames,
     Kind,
     Message,
     TensorDescriptor,
@@ -22,13 +23,15 @@ from phalanx.rpc.message import (
     encode_frame,
     span,
 )
-from phalanx.rpc.pickling import PickleContext, deserialize, serialize
+from phalanx.rpc.pickling import AutogradHook, PickleContext, deserialize, serialize
 from phalanx.rpc.shared_memory import (
     CopyFailure,
     CopyTimeout,
+    DeferredCopies,
     MappingFailure,
     SegmentUnavailable,
     ShmReceiver,
+    ShmSender,
 )
 
 if TYPE_CHECKING:
@@ -36,10 +39,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from phalanx.rpc.message import Frames
     from phalanx.rpc.peer import Peer
-    from phalanx.rpc.pickling import AutogradHook
-    from phalanx.rpc.shared_memory import DeferredCopies, ShmSender
 
 __all__ = ["MessageCodec", "TensorsUnavailable"]
 

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 import zmq
 
 from phalanx.key import derive
-from phalanx.rpc.message import MAX_FRAME_SIZE
+from phalanx.rpc.message import MAX_FRAME_SIZE, Frames
 from phalanx.system import curve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from phalanx.rpc.message import Frames
 
 __all__ = ["RemoteConnection", "RemoteContext", "RemoteDealer", "RemoteRouter"]
 

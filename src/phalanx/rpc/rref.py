@@ -10,8 +10,8 @@ import torch
 
 from phalanx.errors import CallTimeout, UsageError
 from phalanx.rpc import autograd, calls
-from phalanx.rpc.agent import UNSET, agent, agent_or_none, seconds
-from phalanx.rpc.functions import ASYNC_EXECUTION_MARK, FutureResult
+from phalanx.rpc.agent import UNSET, Agent, agent, agent_or_none, seconds
+from phalanx.rpc.functions import ASYNC_EXECUTION_MARK, CallFuture, FutureResult
 from phalanx.rpc.message import Kind
 from phalanx.rpc.pickling import thread_local
 from phalanx.rpc.reference_counting import RefCountDelta, RRefId
@@ -19,8 +19,6 @@ from phalanx.rpc.reference_counting import RefCountDelta, RRefId
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from phalanx.rpc.agent import Agent
-    from phalanx.rpc.functions import CallFuture
     from phalanx.rpc.workers import WorkerInfo
 
 __all__ = ["RRef", "remote"]

@@ -14,7 +14,7 @@ import torch
 from phalanx.errors import ArgumentTypeError, RemoteError, UsageError
 from phalanx.rpc.functions import ASYNC_EXECUTION_MARK, FutureResult
 from phalanx.rpc.local_connection import Acceptor, LocalConnection
-from phalanx.rpc.message import ANSWERS, Kind, Malformed
+from phalanx.rpc.message import ANSWERS, Frames, Kind, Malformed, Message
 from phalanx.rpc.reference_counting import RefCountDelta, RRefId
 from phalanx.rpc.shared_memory import DeferredCopies
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from phalanx.rpc.agent import Agent
-    from phalanx.rpc.message import Frames, Message
     from phalanx.rpc.peer import Peer
     from phalanx.rpc.remote_connection import RemoteRouter
 

@@ -27,13 +27,12 @@ from phalanx import env, key
 from phalanx.address import local_address
 from phalanx.errors import ArgumentTypeError, PhalanxError, UsageError
 from phalanx.rpc.local_connection import is_readable
-from phalanx.rpc.shared_memory import can_map
+from phalanx.rpc.shared_memory import ShmSender, can_map
 from phalanx.system.host_identity import host_identity
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-    from phalanx.rpc.shared_memory import ShmSender
 
 __all__ = [
     "WorkerInfo",

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from phalanx.errors import UsageError
 from phalanx.train.random_generators import random_states, restore_random_states, seed_rank
-from phalanx.train.replicas import describe_tensor
+from phalanx.train.replicas import Replicas, describe_tensor
 
 if TYPE_CHECKING:
     from phalanx.train.batch_schedule import BatchSchedule
-    from phalanx.train.replicas import Replicas
     from phalanx.train.step import Stepper
 
 __all__ = ["TrainingState"]
