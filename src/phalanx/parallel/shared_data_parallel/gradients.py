@@ -48,6 +48,7 @@ class Gradients:
     def __init__(self, shared: SharedParameters, *, nonblocking: bool) -> None:
         layout, topology = shared.layout, shared.topology
         self.memory = HostMemory(layout.bytes, topology)
+        """The memory of the averages."""
         self._parameters = shared.trained
         self._layout, self._topology = layout, topology
         self._reducer = make_reducer(layout, self.memory, topology, concurrent=nonblocking)
@@ -67,10 +68,6 @@ class Gradients:
     def is_average(self, gradient: Tensor, number: int) -> bool:
         """Return whether a gradient is the tensor of a parameter's averages, even if modified."""
         return gradient.data_ptr() == self._averages[number].data_ptr()
-
-    def average_fragment(self, start: int, end: int, number: int) -> Tensor:
-        """Return this rank's replica of a parameter's averages at bytes `start` to `end`."""
-        return self.memory.replica(start, end, self._layout.dtypes[number])
 
     def _reset(self) -> None:
         self.in_progress = False
