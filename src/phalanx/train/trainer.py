@@ -229,7 +229,7 @@ class Trainer:
                 if micro_batches is None:
                     return
                 last = self._steps is not None and self.result.step + 1 >= self._steps
-                fetch = wait_for_batch if prefetch and not last else _fetch_nothing
+                fetch: _Fetch = wait_for_batch if prefetch and not last else lambda: None
                 next_micro_batches, stop_requested = self._step(
                     micro_batches, display, preemption, fetch
                 )
@@ -415,10 +415,6 @@ class Trainer:
             + remaining
             + per_epoch * ((self._epochs or 0) - self._schedule.epoch - 1)
         )
-
-
-def _fetch_nothing() -> None:
-    """Return None: there are no micro-batches to fetch."""
 
 
 def _check_limits(epochs: int | None, steps: int | None, checkpoint_every: int | None) -> None:
