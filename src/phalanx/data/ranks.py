@@ -128,14 +128,8 @@ def _means(
     ]
 
 
-def world_size_and_rank(
-    group: dist.ProcessGroup | None = None, caller: str = ""
-) -> tuple[int, int]:
+def world_size_and_rank(group: dist.ProcessGroup | None, caller: str) -> tuple[int, int]:
     """Return the world size and rank in a group, or (1, 0) without any process group.
-
-    Args:
-        group: The group; the default group if None.
-        caller: The name of the calling function, for the error.
 
     Raises:
         UsageError: This rank is not in the group.

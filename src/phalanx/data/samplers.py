@@ -526,7 +526,7 @@ def _resolve_rank(world_size: int | None, rank: int | None) -> tuple[int, int]:
     if world_size is not None and rank is not None:
         _check_rank(world_size, rank)
         return world_size, rank
-    return world_size_and_rank()
+    return world_size_and_rank(None, "")
 
 
 def _check_rank(world_size: int, rank: int) -> None:

@@ -38,7 +38,7 @@ class Replicas:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.world_size, self.rank = world_size_and_rank()
+        self.world_size, self.rank = world_size_and_rank(None, "Trainer")
         self.model = model
         # torch.compile adds a module that forwards attributes, but changes the parameter names.
         uncompiled = getattr(model, "_orig_mod", model)
@@ -74,7 +74,7 @@ class Replicas:
             UsageError: Parameters or buffers differ, on every rank; or the rank or world size has
                 changed since this object was created, on this rank.
         """
-        size, rank = world_size_and_rank()
+        size, rank = world_size_and_rank(None, "Trainer")
         if (rank, size) != (self.rank, self.world_size):
             raise UsageError(
                 f"the trainer was created as rank {self.rank} of {self.world_size}, but this is "
