@@ -368,22 +368,21 @@ def _peers(
 ) -> list[Peer]:
     """Return all workers; publish a port of this worker for those on other hosts."""
     local = [each == own.id or other.shares_host(record) for each, other in enumerate(records)]
-    remote = [f"{each}" for each, is_local in enumerate(local) if not is_local]
-    addresses = dict.fromkeys(range(len(records)), "")
+    remote = [each for each, is_local in enumerate(local) if not is_local]
+    addresses = [other.address for other in records]
     if remote:
         host = url_host(workers.interface_towards(store))
         store.set(f"address/{own.id}", own.listen(host))
         published = workers.wait_for_values(store, [f"address/{each}" for each in remote], timeout)
-        addresses.update(
-            {int(each): text.decode() for each, text in zip(remote, published, strict=True)}
-        )
+        for each, text in zip(remote, published, strict=True):
+            addresses[each] = text.decode()
     return [
         Peer(
             WorkerInfo(other.name, each),
             other,
             local[each],
             other.main == record.main != "",
-            other.address if local[each] else addresses[each],
+            addresses[each],
         )
         for each, other in enumerate(records)
     ]

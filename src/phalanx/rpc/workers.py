@@ -167,11 +167,9 @@ def exchange_records(
         raise error
     store.set(f"worker/{rank}", json.dumps(dataclasses.asdict(record) | {"size": size}))
     # Only worker 0's record at first: a worker that expects too many workers then gets an error.
-    (first,) = _parse_records(wait_for_values(store, ["worker/0"], timeout))
+    (first,) = _read_records(store, 1, timeout)
     _check_size(0, first, rank, size)
-    records = _parse_records(
-        wait_for_values(store, [f"worker/{each}" for each in range(size)], timeout)
-    )
+    records = _read_records(store, size, timeout)
     named: dict[str, int] = {}
     for each, other in enumerate(records):
         _check_size(each, other, rank, size)
@@ -193,8 +191,10 @@ def publish_failure(
         store.set(f"worker/{each}", json.dumps({"failure": text}))
 
 
-def _parse_records(texts: list[bytes]) -> list[WorkerRecord]:
-    found = [json.loads(encoded) for encoded in texts]
+def _read_records(store: Store, count: int, timeout: float) -> list[WorkerRecord]:
+    """Return the records of the first `count` workers; block until they have published them."""
+    names = [f"worker/{each}" for each in range(count)]
+    found = [json.loads(encoded) for encoded in wait_for_values(store, names, timeout)]
     for each in found:
         if "failure" in each:
             raise UsageError(each["failure"])
