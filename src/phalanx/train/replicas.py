@@ -81,15 +81,11 @@ class Replicas:
                 f"rank {rank} of {size}: create it after the process group, within "
                 "phalanx.init(), and create a new one for a new group"
             )
-        names = {
-            name: f"parameter {describe_tensor(it)}" for name, it in self.inner.named_parameters()
-        }
-        names |= {
-            name: f"{names[name]}, frozen"
+        parameters = {
+            name: f"parameter {describe_tensor(it)}{'' if it.requires_grad else ', frozen'}"
             for name, it in self.inner.named_parameters()
-            if not it.requires_grad
         }
-        self._check_equal(names | self._buffers())
+        self._check_equal(parameters | self._buffers())
 
     def _buffers(self) -> dict[str, str]:
         return {name: f"buffer {describe_tensor(it)}" for name, it in self.inner.named_buffers()}
