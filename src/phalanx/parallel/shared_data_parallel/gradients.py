@@ -245,7 +245,9 @@ def _ranges(layout: Layout, buffer: Callable[[int], Tensor]) -> list[list[_Bucke
 
 def _norm(own_slices: list[Tensor], topology: RankTopology, norm_type: float) -> Tensor:
     norms = [
-        torch.linalg.vector_norm(part, norm_type, dtype=_accumulation_dtype(part))
+        torch.linalg.vector_norm(
+            part, norm_type, dtype=torch.complex128 if part.is_complex() else torch.float64
+        )
         for part in own_slices
     ]
     stacked = torch.stack([*norms, torch.zeros((), dtype=torch.float64)])
@@ -255,7 +257,3 @@ def _norm(own_slices: list[Tensor], topology: RankTopology, norm_type: float) ->
         op = dist.ReduceOp.MAX if is_max_norm else dist.ReduceOp.SUM
         dist.all_reduce(total, op=op, group=topology.host_group)
     return total if is_max_norm else total.pow(1.0 / norm_type)
-
-
-def _accumulation_dtype(part: Tensor) -> torch.dtype:
-    return torch.complex128 if part.is_complex() else torch.float64
