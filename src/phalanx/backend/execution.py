@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed import Work
 
 from phalanx import _native
 from phalanx.backend.call_site import call_site, short_site
+from phalanx.backend.collectives import NativeCall
 from phalanx.backend.failure import status_error, wait_timeout_error
 from phalanx.backend.instrumentation import (
     OperatorCall,
@@ -22,14 +25,7 @@ from phalanx.backend.instrumentation import (
 from phalanx.backend.membership import Membership, propagate_deadlock
 from phalanx.backend.operands import OP_NAMES, copy_back, format_tensor
 from phalanx.backend.work import CollectiveWork, FinishedWork, timeout_seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch.distributed import Work
-
-    from phalanx.backend.collectives import NativeCall
-    from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 

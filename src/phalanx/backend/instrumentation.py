@@ -21,8 +21,9 @@ duration from the caller's self time.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,12 +32,8 @@ from torch.futures import Future
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from phalanx import _native
 from phalanx.backend.work import CompositeWork
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from phalanx import _native
 
 OperatorCall = tuple[Any, ...]
 """A group, the name of a method of PyTorch's `ProcessGroup`, and its arguments."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
+from phalanx import _native
 from phalanx._native import call_site as call_site_number
 from phalanx._native import call_site_text
 from phalanx.backend.call_site import call_site, short_site
@@ -32,11 +33,6 @@ from phalanx.backend.operands import (
 )
 from phalanx.backend.work import FinishedWork, MessageWork
 from phalanx.errors import PhalanxError, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx import _native
 
 ANY_SOURCE = -1
 _IS_WRAPPED = torch.version.cuda is not None  # by `cuda.delegate_cuda`, which adds a frame

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from phalanx import topology
@@ -59,13 +62,6 @@ from phalanx.backend.work import CompositeWork, Tensors
 from phalanx.errors import CollectiveTimeout, UsageError
 from phalanx.observe import recorder
 from phalanx.observe.escape import encodable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from datetime import timedelta
-
-    from torch.distributed import Store  # type: ignore[attr-defined]
-
 
 on_create: Callable[[ProcessGroup], None] | None = None
 """A function that is called with each new group; fault injection wraps its methods there."""

@@ -16,7 +16,9 @@ import contextlib
 import copy
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.distributed import Work
@@ -24,13 +26,8 @@ from torch.futures import Future
 
 from phalanx import _native
 from phalanx.backend import deadlock_detector, membership
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from datetime import timedelta
-
-    from phalanx.backend.progress import MessageThread
-    from phalanx.errors import PhalanxError
+from phalanx.backend.progress import MessageThread
+from phalanx.errors import PhalanxError
 
 Tensors = list[torch.Tensor]
 T = TypeVar("T")

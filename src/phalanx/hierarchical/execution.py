@@ -12,15 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from phalanx import _native
+from phalanx.topology import Layout
 from phalanx.transports import Transfer, Transport, TransportError
-
-if TYPE_CHECKING:
-    from phalanx.topology import Layout
 
 _CHUNK_TAGS = 4096
 """The number of tags for the chunks of a collective, from tag 1 on.

@@ -17,23 +17,18 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from torch.distributed import DistError
+from torch.distributed import DistError, Store  # type: ignore[attr-defined] # exported at run time
 
+from phalanx import _native
 from phalanx.hierarchical.execution import LIVENESS_TAG, ConnectionLost
 from phalanx.hierarchical.fingerprint import Fingerprint, Header
+from phalanx.topology import Layout, RankRecord
 from phalanx.transports import Transfer, Transport, TransportError
 from phalanx.transports.shutdown_hooks import delay_shutdown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
-
-    from phalanx import _native
-    from phalanx.topology import Layout, RankRecord
 
 _FAILURE_KEY = "phalanx/broken"
 _QUERY_TIMEOUT = 1.0

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined] # exported at run time
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined] # exported at run time
 
 from phalanx import _native
 from phalanx.errors import PhalanxError, UsageError
@@ -40,13 +42,6 @@ from phalanx.observe.exception_hook import SESSION_ENDED
 from phalanx.system.polling import attempts
 from phalanx.topology import Layout, RankRecord, own_address
 from phalanx.transports import Transport, TransportError, open_transport
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from datetime import timedelta
-
-    from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
-
 
 _MAX_EXCEPTION_CHARACTERS = 640
 _LEADER_GRACE = 1.0

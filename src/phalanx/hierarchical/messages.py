@@ -20,9 +20,11 @@ import itertools
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
+from phalanx import _native
 from phalanx.hierarchical.execution import (
     CHECK_INTERVAL,
     ELEMENT_SIZES,
@@ -34,13 +36,8 @@ from phalanx.hierarchical.execution import (
 )
 from phalanx.hierarchical.failure import FailurePropagator, GroupFailure
 from phalanx.hierarchical.fingerprint import Fingerprint, Header, current_site
+from phalanx.topology import Layout
 from phalanx.transports import Transfer, Transport, TransportError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx import _native
-    from phalanx.topology import Layout
 
 _numbers = itertools.count(-1, -1)  # native messages have positive ids
 _T = TypeVar("_T")

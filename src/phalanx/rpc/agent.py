@@ -12,6 +12,7 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from phalanx.rpc.functions import CallFuture
 from phalanx.rpc.local_connection import HANDSHAKE_TIMEOUT, LocalConnection, connect
 from phalanx.rpc.message import Frames, Kind, Malformed, Message, TensorDescriptor, parse
 from phalanx.rpc.peer import Peer, PendingFuture
+from phalanx.rpc.pickling import AutogradHook
 from phalanx.rpc.reference_counting import (
     OwnedValues,
     RefCountDelta,
@@ -32,13 +34,10 @@ from phalanx.rpc.reference_counting import (
     clear_frames,
 )
 from phalanx.rpc.shared_memory import CopyTimeout, DeferredCopies, ShmSender
+from phalanx.rpc.workers import WorkerInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx.rpc.pickling import AutogradHook
     from phalanx.rpc.remote_connection import RemoteConnection, RemoteContext, RemoteDealer
-    from phalanx.rpc.workers import WorkerInfo
 
 __all__ = [
     "UNSET",

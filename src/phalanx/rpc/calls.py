@@ -12,7 +12,8 @@ Nested calls, to any worker, do not block one another: while a thread waits, ano
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -20,10 +21,6 @@ from phalanx.errors import UsageError
 from phalanx.rpc.agent import UNSET, PendingCall, agent, agent_or_none, seconds
 from phalanx.rpc.message import Kind
 from phalanx.rpc.workers import WorkerInfo
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
 
 __all__ = [
     "begin",

@@ -6,9 +6,11 @@ import contextlib
 import math
 import pickle
 import traceback
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from phalanx.errors import PhalanxError, RemoteError, UsageError
 from phalanx.rpc.message import (
@@ -23,6 +25,7 @@ from phalanx.rpc.message import (
     encode_frame,
     span,
 )
+from phalanx.rpc.peer import Peer
 from phalanx.rpc.pickling import AutogradHook, PickleContext, deserialize, serialize
 from phalanx.rpc.shared_memory import (
     CopyFailure,
@@ -33,13 +36,6 @@ from phalanx.rpc.shared_memory import (
     ShmReceiver,
     ShmSender,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
-
-    from phalanx.rpc.peer import Peer
 
 __all__ = ["MessageCodec", "TensorsUnavailable"]
 

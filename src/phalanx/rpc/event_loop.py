@@ -22,12 +22,10 @@ import struct
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from phalanx.system.polling import EventFd
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["Reactor", "SpinPolicy"]
 

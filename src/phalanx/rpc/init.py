@@ -13,12 +13,13 @@ import os
 import select
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined] # exported at run time
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from phalanx.address import url_host
@@ -35,11 +36,6 @@ from phalanx.rpc.server import RpcServer
 from phalanx.rpc.shared_memory import ShmSender
 from phalanx.rpc.workers import WorkerInfo, WorkerRecord
 from phalanx.system.polling import wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch.distributed import Store  # type: ignore[attr-defined]
 
 __all__ = [
     "BackendType",

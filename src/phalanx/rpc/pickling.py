@@ -16,20 +16,17 @@ import pickle
 import sys
 import threading
 import types
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ArgumentTypeError, UsageError
 from phalanx.rpc.message import DTYPES
+from phalanx.rpc.peer import Peer
 from phalanx.system.pickling import CodePickler
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from phalanx.rpc.peer import Peer
 
 __all__ = [
     "AutogradHook",

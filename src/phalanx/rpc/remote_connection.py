@@ -8,17 +8,13 @@ from __future__ import annotations
 import math
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import zmq
 
 from phalanx.key import derive
 from phalanx.rpc.message import MAX_FRAME_SIZE, Frames
 from phalanx.system import curve
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 __all__ = ["RemoteConnection", "RemoteContext", "RemoteDealer", "RemoteRouter"]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -15,11 +16,7 @@ from phalanx.rpc.functions import ASYNC_EXECUTION_MARK, CallFuture, FutureResult
 from phalanx.rpc.message import Kind
 from phalanx.rpc.pickling import thread_local
 from phalanx.rpc.reference_counting import RefCountDelta, RRefId
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from phalanx.rpc.workers import WorkerInfo
+from phalanx.rpc.workers import WorkerInfo
 
 __all__ = ["RRef", "remote"]
 

@@ -20,20 +20,16 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from types import TracebackType
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from phalanx._native import MAX_BLOCKS, LeaseSegment, LeaseSegmentView
 from phalanx.errors import PhalanxError
 from phalanx.rpc.message import DTYPES, TensorDescriptor, TensorLocation
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
-
-    from torch import Tensor
 
 __all__ = [
     "CopyFailure",

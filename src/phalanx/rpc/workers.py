@@ -16,10 +16,10 @@ import socket
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from torch.distributed import (  # type: ignore[attr-defined] # exported at run time
     PrefixStore,
+    Store,
     TCPStore,
 )
 
@@ -29,10 +29,6 @@ from phalanx.errors import ArgumentTypeError, PhalanxError, UsageError
 from phalanx.rpc.local_connection import is_readable
 from phalanx.rpc.shared_memory import ShmSender, can_map
 from phalanx.system.host_identity import host_identity
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
-
 
 __all__ = [
     "WorkerInfo",

@@ -28,23 +28,19 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.distributed import DistError, ProcessGroupGloo
+from torch.distributed import DistError, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from phalanx import env
 from phalanx.errors import UsageError
 from phalanx.system.polling import attempts
 from phalanx.transports.interface import CompletableTransfer, Transfer, Transport, TransportError
 from phalanx.transports.shutdown_hooks import delay_shutdown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.distributed import Store  # type: ignore[attr-defined]
 
 __all__ = ["GlooTransport"]
 

@@ -12,8 +12,9 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from phalanx.transports.interface import TransportError
 from phalanx.transports.mpi.messages import (
@@ -24,9 +25,6 @@ from phalanx.transports.mpi.messages import (
     timeout_message,
 )
 from phalanx.transports.shutdown_hooks import register_shutdown_hook
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["MpiClient", "MpiProgressThread", "get_progress_thread"]
 

@@ -13,10 +13,10 @@ import secrets
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
-from torch.distributed import DistError
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from phalanx.transports.interface import (
     CallbackThread,
@@ -27,13 +27,7 @@ from phalanx.transports.interface import (
     TransportError,
 )
 from phalanx.transports.mpi.messages import MAX_EAGER_BYTES, Communicator, Kind, Message
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.distributed import Store  # type: ignore[attr-defined]
-
-    from phalanx.transports.mpi.progress_thread import MpiProgressThread
+from phalanx.transports.mpi.progress_thread import MpiProgressThread
 
 __all__ = ["MpiTransport"]
 

@@ -7,9 +7,10 @@ import os
 import secrets
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import zmq
+from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
 from phalanx import env, key
 from phalanx.address import url_host
@@ -21,9 +22,6 @@ from phalanx.transports.relay.connection import RelayConnection
 from phalanx.transports.relay.protocol import CHANNEL_BYTES
 from phalanx.transports.relay.server import RelayServer
 from phalanx.transports.shutdown_hooks import register_shutdown_hook
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
 __all__ = ["RelayAccess", "connect", "disconnect"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import zmq
 from zmq.utils import z85
@@ -27,9 +27,6 @@ from phalanx.transports.relay.protocol import (
     configure,
     server_key_pair,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["RelayServer"]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+
+from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
 from phalanx.system.polling import wait_until
 from phalanx.transports.interface import (
@@ -16,14 +18,8 @@ from phalanx.transports.interface import (
     TransportError,
 )
 from phalanx.transports.relay import discovery
+from phalanx.transports.relay.connection import RelayConnection
 from phalanx.transports.relay.protocol import MAX_DATA_BYTES, Frame, Kind, LeaveReason
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
-
-    from phalanx.transports.relay.connection import RelayConnection
 
 __all__ = ["RelayTransport"]
 
