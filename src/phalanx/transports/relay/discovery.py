@@ -110,14 +110,16 @@ def disconnect(access: RelayAccess, rank: int) -> None:
     if access.server is not None:
         server = access.server
         wait_until(
-            lambda: not server.has_others(access.channel, rank), _DRAIN_SECONDS, longest=_PAUSE
+            lambda: not server.channels.has_others(access.channel, rank),
+            _DRAIN_SECONDS,
+            longest=_PAUSE,
         )
     with _lock:
         if access.connection.remove_listener(access.channel):
             for endpoint in [e for e, c in _process.connections.items() if c is access.connection]:
                 del _process.connections[endpoint]
             access.connection.close()
-        if _process.server is not None and not _process.server.has_ranks:
+        if _process.server is not None and not _process.server.channels.has_ranks:
             _process.server.close()
             _process.server = None
 
@@ -168,7 +170,7 @@ def _drain() -> None:
     """Wait at the end of this process, for 2 s at most, until no rank uses its relay."""
     server = _process.server
     if server is not None and _process.pid == os.getpid():
-        wait_until(lambda: not server.has_ranks, _DRAIN_SECONDS, longest=_PAUSE)
+        wait_until(lambda: not server.channels.has_ranks, _DRAIN_SECONDS, longest=_PAUSE)
         server.close()
 
 
