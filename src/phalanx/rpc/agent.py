@@ -94,7 +94,9 @@ class Agent:
         self.remote: RemoteContext | None = None
         """The sockets for workers on other hosts, if there are any."""
         self.call_log = CallLog()
-        self._calls, self._local_ids = itertools.count(1), itertools.count()
+        self._calls = itertools.count(1)
+        self.local_ids = itertools.count()
+        """New numbers for the ids of values."""
         self._activity_lock = threading.Lock()
         self._has_dropped = False
         self.reactor = Reactor(self._on_deadline, self._on_wake)
@@ -162,10 +164,6 @@ class Agent:
             return self.peers[to]
         names = ", ".join(repr(name) for name in self.by_name)
         raise UsageError(f"could not find destination {to!r}: the workers are {names}")
-
-    def next_local_id(self) -> int:
-        """Return a new number for the id of a value."""
-        return next(self._local_ids)
 
     def begin(
         self, peer: Peer, kind: Kind, body: object, description: str, timeout: float
