@@ -154,14 +154,15 @@ class PointToPointGroup:
                 if (broken := self.failure()) is not None:
                     message.complete(broken)
                 elif time.monotonic() >= deadline:
-                    operation = self._format_operation(message)
+                    operation = self._propagator.format_operation(message.header)
                     message.complete(
                         self._propagator.report_timeout(message.peer, operation, timeout)
                     )
         except ConnectionLost as error:
             self._fail(message, error)
         except BaseException:  # Ctrl-C: nothing keeps the message's tensor alive from now on
-            text = f"rank {self._layout.rank} was interrupted in {self._format_operation(message)}"
+            operation = self._propagator.format_operation(message.header)
+            text = f"rank {self._layout.rank} was interrupted in {operation}"
             message.complete(
                 self._propagator.report(GroupFailure("interrupted", text, self._layout.rank))
             )
@@ -201,13 +202,10 @@ class PointToPointGroup:
         return None if status is None else self._propagator.report_status(status, timeout)
 
     def _fail(self, message: RemoteMessage, error: ConnectionLost) -> None:
-        operation = self._format_operation(message)
+        operation = self._propagator.format_operation(message.header)
         message.complete(
             self.failure() or self._propagator.report_connection_lost(error, operation)
         )
-
-    def _format_operation(self, message: RemoteMessage) -> str:
-        return self._propagator.format_operation(message.header)
 
 
 class LocalMessage:

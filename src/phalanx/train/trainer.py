@@ -334,7 +334,7 @@ class Trainer:
 
     def _handle_skipped_step(self, loss: float, non_finite: str, display: Display) -> None:
         """Continue after a step that the float16 scaler skipped, or raise if it cannot help."""
-        scale = self._stepper.scale
+        scale = self._stepper.scaler.get_scale()
         if scale < _MIN_SCALE:
             reason = f", like many before it, and scaling the loss by {scale:.0e} does not help"
             self._step_sync.raise_non_finite(
