@@ -59,11 +59,9 @@ class AutogradHook(Protocol):
         Returns:
             The tensors to send in their place, without history, and metadata for the receiver.
         """
-        ...
 
     def cancel(self, metadata: bytes) -> None:
         """Free what is kept for tensors that were to be sent with this metadata and were not."""
-        ...
 
     def receive(self, peer: int, tensors: list[Tensor], metadata: bytes) -> list[Tensor]:
         """Process tensors before they are put into unpickled arguments or results.
@@ -73,15 +71,12 @@ class AutogradHook(Protocol):
             tensors: The received tensors.
             metadata: The metadata that `send` returned on the sender.
         """
-        ...
 
     def forget(self, peer: int) -> None:
         """Free everything kept for a peer that is lost."""
-        ...
 
     def close(self) -> None:
         """Free everything; called after the last message."""
-        ...
 
 
 class PickleContext:
