@@ -21,7 +21,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -115,12 +114,7 @@ class DeferredCopies:
     def __enter__(self) -> DeferredCopies:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if not self._pending:
             return
         try:

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
@@ -102,16 +103,15 @@ class _RelayTransfer(CompletableTransfer):
         self.transferred = self.granted = 0
 
 
-class _UnexpectedMessage:
+class _UnexpectedMessage(NamedTuple):
     """A message that has arrived before its recv was posted.
 
     It has either its data, or a number with which to request them.
     """
 
-    def __init__(self, size: int, number: int, data: bytes | None) -> None:
-        self.size = size
-        self.number = number
-        self.data = data
+    size: int
+    number: int
+    data: bytes | None
 
 
 class _Peer:
