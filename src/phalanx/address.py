@@ -5,10 +5,19 @@ from __future__ import annotations
 import ipaddress
 import socket
 
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
 from phalanx import env
 from phalanx.errors import UsageError
 
-__all__ = ["interface_address", "is_loopback", "local_address", "resolve", "url_host"]
+__all__ = [
+    "interface_address",
+    "is_loopback",
+    "local_address",
+    "rendezvous_host",
+    "resolve",
+    "url_host",
+]
 
 _DISCARD = 9
 
@@ -55,6 +64,13 @@ def interface_address(value: str) -> str:
         f"PHALANX_INTERFACE={value!r} in the environment: this machine has no such interface or "
         f"address; it has {available}"
     )
+
+
+def rendezvous_host(store: Store) -> str:
+    """Return `PHALANX_TUNNEL_HOST`, or else the host of a store; empty if it is in a file."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return env.tunnel_host() or (store.host if isinstance(store, TCPStore) else "")
 
 
 def resolve(name: str) -> list[str]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from phalanx.address import url_host
+from phalanx.address import local_address, rendezvous_host, url_host
 from phalanx.errors import ArgumentTypeError, PeerLost, PhalanxError, UsageError
 from phalanx.observe import exception_hook, recorder
 from phalanx.rpc import workers
@@ -367,7 +367,7 @@ def _peers(
     remote = [each for each, is_local in enumerate(local) if not is_local]
     addresses = [other.address for other in records]
     if remote:
-        host = url_host(workers.interface_towards(store))
+        host = url_host(local_address(rendezvous_host(store)) or "127.0.0.1")
         store.set(f"address/{own.id}", own.listen(host))
         published = workers.wait_for_values(store, [f"address/{each}" for each in remote], timeout)
         for each, text in zip(remote, published, strict=True):

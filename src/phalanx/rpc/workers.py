@@ -17,14 +17,9 @@ import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import (  # type: ignore[attr-defined] # exported at run time
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
 from phalanx import env, key
-from phalanx.address import local_address
 from phalanx.errors import ArgumentTypeError, PhalanxError, UsageError
 from phalanx.rpc.local_connection import is_readable
 from phalanx.rpc.shared_memory import ShmSender, can_map
@@ -35,7 +30,6 @@ __all__ = [
     "WorkerRecord",
     "agree_on_key",
     "exchange_records",
-    "interface_towards",
     "make_record",
     "publish_failure",
 ]
@@ -245,18 +239,6 @@ def agree_on_key(store: Store, rank: int, timeout: float) -> bytes:
         f"worker 0 {'has' if origin == 'inherited' else 'has no'} key of the job, worker {rank} "
         f"{given}: start all with `phalanx run`, or set the same PHALANX_KEY_FILE for all"
     )
-
-
-def interface_towards(store: Store) -> str:
-    """Return the address to listen on for other hosts: that of the interface facing the store.
-
-    Raises:
-        UsageError: `PHALANX_INTERFACE` names nothing on this machine.
-    """
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    towards = env.tunnel_host() or (store.host if isinstance(store, TCPStore) else "")
-    return local_address(towards) or "127.0.0.1"
 
 
 def _key_digest(own: bytes) -> str:
