@@ -151,7 +151,7 @@ class MpiTransport(Transport):
 
     def _close_peers(self) -> None:
         for peer in self._peers:
-            peer.close(_CLOSED)
+            peer.close()
         self._mpi_thread.begin_shutdown(self)
 
     # Processes of the peers: each rank publishes its process in the store.
@@ -328,11 +328,11 @@ class _Peer:
         self._unexpected_messages.retain(lambda message: message.kind is Kind.EAGER)
         self._fail_unstarted(reason)
 
-    def close(self, reason: str) -> None:
+    def close(self) -> None:
         """Fail all transfers except those that MPI holds: this rank's transport is closed."""
-        self._close_reason = reason
+        self._close_reason = _CLOSED
         self._unexpected_messages.remove_all()
-        self._fail_unstarted(reason)
+        self._fail_unstarted(_CLOSED)
 
     def advance_shutdown(self) -> bool:
         """Send CLOSED to the peer once it has the data that it requested.
