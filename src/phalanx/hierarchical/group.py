@@ -104,12 +104,10 @@ class HierarchicalGroup(PointToPointGroup):
         self._formatter = formatter
         self._collective_lock = threading.Lock()
         self._is_watching = False
+        self.rank = layout.rank
+        self.identity = records[0].nonce  # the same on all hosts
 
     # Members and state.
-
-    @property
-    def rank(self) -> int:
-        return self._layout.rank
 
     @property
     def sequence(self) -> int:
@@ -118,10 +116,6 @@ class HierarchicalGroup(PointToPointGroup):
     @property
     def closed(self) -> bool:
         return self._native.closed
-
-    @property
-    def identity(self) -> int:
-        return self._records[0].nonce  # the same on all hosts
 
     def pid(self, rank: int) -> int:
         return self._records[rank].pid
