@@ -47,8 +47,6 @@ class CollectiveExecutor:
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
-        self.coalesced_works: list[Work] | None = None
-        """The works of the operations that are being coalesced."""
 
     def run(
         self,
@@ -152,8 +150,8 @@ class CollectiveExecutor:
                 raise error
         else:
             membership.collective_thread.submit(work.execute)
-        if self.coalesced_works is not None:
-            self.coalesced_works.append(work)
+        if membership.coalesced_works is not None:
+            membership.coalesced_works.append(work)
         if not opts.asyncOp:
             work.wait()
         return work

@@ -60,8 +60,6 @@ class Messages:
         self._size = size
         self._active: set[MessageWork] = set()
         self._active_limit = 64
-        self.coalesced_works: list[dist.Work] | None = None
-        """The works of the operations that are being coalesced."""
 
     def send(self, operator: OperatorCall, dst: int, tag: int, blocking: bool) -> dist.Work:
         """Send a tensor; the operator call holds it in a list."""
@@ -159,8 +157,8 @@ class Messages:
         work = MessageWork(message, native, on_done, [tensor], thread, membership.timeout)
         self._keep_alive(work)
         thread.start()
-        if self.coalesced_works is not None:
-            self.coalesced_works.append(work)
+        if membership.coalesced_works is not None:
+            membership.coalesced_works.append(work)
         return work
 
     def _keep_alive(self, work: MessageWork) -> None:

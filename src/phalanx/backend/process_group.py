@@ -747,12 +747,11 @@ class ProcessGroup(dist.ProcessGroup):
     # Coalescing of any operations by PyTorch.
 
     def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002 - PyTorch's signature
-        self._executor.coalesced_works = self._messages.coalesced_works = []
+        self._membership.coalesced_works = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
-        works = self._executor.coalesced_works or []
-        self._executor.coalesced_works = self._messages.coalesced_works = None
-        return CompositeWork(works)
+        works, self._membership.coalesced_works = self._membership.coalesced_works, None
+        return CompositeWork(works or [])
 
     # The names that PyTorch's C++ calls from 2.14 on.
     start_coalescing = _start_coalescing
