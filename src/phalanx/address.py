@@ -5,10 +5,19 @@ from __future__ import annotations
 import ipaddress
 import socket
 
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
 from phalanx import env
 from phalanx.errors import UsageError
 
-__all__ = ["interface_address", "is_loopback", "local_address", "resolve"]
+__all__ = [
+    "interface_address",
+    "is_loopback",
+    "local_address",
+    "rendezvous_host",
+    "resolve",
+    "url_host",
+]
 
 _DISCARD = 9
 
@@ -57,6 +66,13 @@ def interface_address(value: str) -> str:
     )
 
 
+def rendezvous_host(store: Store) -> str:
+    """Return `PHALANX_TUNNEL_HOST`, or else the host of a store; empty if it is in a file."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return env.tunnel_host() or (store.host if isinstance(store, TCPStore) else "")
+
+
 def resolve(name: str) -> list[str]:
     """Return the addresses of a host, those of the loopback interface last; none if unknown."""
     try:
@@ -69,6 +85,11 @@ def resolve(name: str) -> list[str]:
 def is_loopback(address: str) -> bool:
     """Return whether only this machine can reach an address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def url_host(host: str) -> str:
+    """Return a host name or an address as it is written before a port."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _source_address(host: str) -> str:

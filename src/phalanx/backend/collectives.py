@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,6 @@ import torch.distributed as dist
 from phalanx import _native
 from phalanx.backend.operands import dtype_code, format_tensor
 from phalanx.errors import CollectiveMismatch, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 NativeCall = Callable[[float], "_native.Status | None"]
 """A call of the native group; its argument is the timeout in seconds."""

@@ -15,17 +15,15 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from phalanx.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from datetime import timedelta
 
 _log = logging.getLogger("phalanx")
 _T = TypeVar("_T")
@@ -39,7 +37,7 @@ class NcclChild:
         rank: This process's rank in the group.
         size: World size of the group.
         timeout: The timeout of NCCL's operations, and of the wait for the peers' devices.
-        make: Creates the NCCL group; replaced in tests.
+        make_group: Creates the NCCL group; replaced in tests.
     """
 
     def __init__(

@@ -19,16 +19,13 @@ and `phalanx explain`.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
+from phalanx import _native
 from phalanx.backend.peer_state import abort_reason, format_site, read_rank
 from phalanx.observe.escape import escape
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from phalanx import _native
-    from phalanx.observe.model import Operation, Rank
+from phalanx.observe.model import Operation, Rank
 
 _HISTORY = 64
 _MAX_CYCLE_LENGTH = 16

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed import Work
 
 from phalanx import _native
 from phalanx.backend.call_site import call_site, short_site
+from phalanx.backend.collectives import NativeCall
 from phalanx.backend.failure import status_error, wait_timeout_error
 from phalanx.backend.instrumentation import (
     OperatorCall,
@@ -19,20 +22,15 @@ from phalanx.backend.instrumentation import (
     record_call,
     run_observed,
 )
-from phalanx.backend.membership import propagate_deadlock
+from phalanx.backend.membership import Membership, propagate_deadlock
 from phalanx.backend.operands import OP_NAMES, copy_back, format_tensor
 from phalanx.backend.work import CollectiveWork, FinishedWork, timeout_seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch.distributed import Work
-
-    from phalanx.backend.collectives import NativeCall
-    from phalanx.backend.membership import Membership
-    from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+_Operation = tuple[str, torch.Tensor | None, int, int]
+"""An operation, for messages: its name, its tensor, the core's code of its operator, its root."""
 
 _DONE = FinishedWork([])
 _PLAIN = (torch.Tensor, type(None))
@@ -49,8 +47,6 @@ class CollectiveExecutor:
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
-        self.coalesced_works: list[Work] | None = None
-        """The works of the operations that are being coalesced."""
 
     def run(
         self,
@@ -96,10 +92,11 @@ class CollectiveExecutor:
         membership = self._membership
         timeout = timeout_seconds(opts.timeout, membership.timeout)
         if opts.asyncOp or membership.collective_thread.pending:
-            return self._enqueue(name, call, subject, opts, outputs, op, root, keep_alive, timeout)
+            operation = name, subject, op, root
+            return self._enqueue(operation, call, opts, outputs, keep_alive, timeout)
         status = call(timeout)
         if status is not None:
-            raise self._error(status, name, subject, op, root, timeout, call_site())
+            raise self._error(status, (name, subject, op, root), timeout, call_site())
         for tensor, flat in outputs:
             if flat is not tensor:
                 copy_back(tensor, flat)
@@ -119,18 +116,15 @@ class CollectiveExecutor:
 
     def _enqueue(
         self,
-        name: str,
+        operation: _Operation,
         call: NativeCall,
-        subject: torch.Tensor | None,
         opts: Any,
         outputs: Pairs,
-        op: int,
-        root: int,
         keep_alive: object,
         timeout: float,
     ) -> Work:
         site_number, call_time = _native.call_site(), time.monotonic()
-        membership = self._membership
+        membership, subject = self._membership, operation[1]
         runs_inline = self._can_run_inline(subject)
 
         def run(_keep_alive: object = keep_alive) -> None:
@@ -139,15 +133,14 @@ class CollectiveExecutor:
             status = call(timeout)
             if status is not None:
                 site = short_site(_native.call_site_text(site_number))
-                raise self._error(status, name, subject, op, root, timeout, site)
+                raise self._error(status, operation, timeout, site)
             for tensor, flat in outputs:
                 copy_back(tensor, flat)
 
         def wait_error(seconds: float, has_begun: bool) -> PhalanxError:
             site = short_site(_native.call_site_text(site_number))
-            queued_name = name if has_begun else f"queued {name}"
-            operation = self._describe(queued_name, subject, op, root, site, has_begun)
-            return wait_timeout_error(membership, operation, seconds, call_time)
+            description = self._describe(operation, site, has_begun)
+            return wait_timeout_error(membership, description, seconds, call_time)
 
         results = [tensor for tensor, _ in outputs] or ([] if subject is None else [subject])
         work = CollectiveWork(run, results, membership.native, wait_error)
@@ -157,8 +150,8 @@ class CollectiveExecutor:
                 raise error
         else:
             membership.collective_thread.submit(work.execute)
-        if self.coalesced_works is not None:
-            self.coalesced_works.append(work)
+        if membership.coalesced_works is not None:
+            membership.coalesced_works.append(work)
         if not opts.asyncOp:
             work.wait()
         return work
@@ -175,33 +168,21 @@ class CollectiveExecutor:
         return not membership.collective_thread.pending and membership.native.is_awaited()
 
     def _error(
-        self,
-        status: _native.Status,
-        name: str,
-        subject: torch.Tensor | None,
-        op: int,
-        root: int,
-        timeout: float,
-        site: str,
+        self, status: _native.Status, operation: _Operation, timeout: float, site: str
     ) -> PhalanxError:
-        operation = self._describe(name, subject, op, root, site)
+        description = self._describe(operation, site)
         native = self._membership.native
         propagate_deadlock(native)
-        return status_error(status, native, self._membership.rank_label, operation, timeout)
+        return status_error(status, native, self._membership.rank_label, description, timeout)
 
-    def _describe(
-        self,
-        name: str,
-        subject: torch.Tensor | None,
-        op: int,
-        root: int,
-        site: str,
-        has_begun: bool = True,
-    ) -> str:
+    def _describe(self, operation: _Operation, site: str, has_begun: bool = True) -> str:
         """Return text for an operation in progress, or a queued one, which has no number yet."""
+        name, subject, op, root = operation
         native = self._membership.native
-        # Another thread may have left the group in the meantime.
-        parts = [f"{name} #{native.sequence}" if has_begun and not native.closed else name]
+        if not has_begun:
+            parts = [f"queued {name}"]
+        else:  # another thread may have left the group in the meantime
+            parts = [name if native.closed else f"{name} #{native.sequence}"]
         if subject is not None:
             parts.append(format_tensor(subject))
         if op:

@@ -21,8 +21,9 @@ duration from the caller's self time.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,12 +32,8 @@ from torch.futures import Future
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from phalanx import _native
 from phalanx.backend.work import CompositeWork
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from phalanx import _native
 
 OperatorCall = tuple[Any, ...]
 """A group, the name of a method of PyTorch's `ProcessGroup`, and its arguments."""
@@ -206,7 +203,7 @@ def _insert_modes(lowest: TorchDispatchMode, highest: TorchDispatchMode) -> Iter
     Modes of the compiler have a key, and PyTorch keeps them beneath the others.
     """
     suspended = []
-    while active_mode_count() and not _is_infra_mode(_top_mode()):
+    while active_mode_count() and not _is_top_mode_infra():
         suspended.append(torch._C._pop_torch_dispatch_stack(None))
     activated = [lowest, *reversed(suspended), *([highest] if suspended else [])]
     try:
@@ -220,11 +217,8 @@ def _insert_modes(lowest: TorchDispatchMode, highest: TorchDispatchMode) -> Iter
             torch._C._push_on_torch_dispatch_stack(mode)
 
 
-def _top_mode() -> Any:
-    return torch._C._get_dispatch_stack_at(active_mode_count() - 1)
-
-
-def _is_infra_mode(mode: Any) -> bool:
+def _is_top_mode_infra() -> bool:
+    mode = torch._C._get_dispatch_stack_at(active_mode_count() - 1)
     return getattr(mode, "_mode_key", None) is not None
 
 

@@ -15,6 +15,8 @@ import sys
 import weakref
 from typing import Any, NoReturn
 
+from torch.distributed import Work
+
 from phalanx import _native
 from phalanx.backend import deadlock_detector
 from phalanx.backend.progress import CollectiveThread, MessageThread
@@ -42,6 +44,8 @@ class Membership:
         self.rank = rank
         self.rank_label = f"rank {rank}/{size}"
         self.timeout = timeout
+        self.coalesced_works: list[Work] | None = None
+        """The works of the operations that are being coalesced."""
         self.collective_thread = CollectiveThread(f"phalanx-{name}-collectives")
         self.message_thread = MessageThread(f"phalanx-{name}-messages", native)
         _memberships.add(self)

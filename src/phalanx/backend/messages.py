@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
+from phalanx import _native
 from phalanx._native import call_site as call_site_number
 from phalanx._native import call_site_text
 from phalanx.backend.call_site import call_site, short_site
 from phalanx.backend.failure import format_peer, left_group_error, status_error
-from phalanx.backend.instrumentation import begin_event, is_profiling, is_wrapper, run_observed
-from phalanx.backend.membership import propagate_deadlock
+from phalanx.backend.instrumentation import (
+    OperatorCall,
+    begin_event,
+    is_profiling,
+    is_wrapper,
+    run_observed,
+)
+from phalanx.backend.membership import Membership, propagate_deadlock
 from phalanx.backend.operands import (
     copy_back,
     dtype_code,
@@ -25,15 +32,7 @@ from phalanx.backend.operands import (
     warn_once,
 )
 from phalanx.backend.work import FinishedWork, MessageWork
-from phalanx.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx import _native
-    from phalanx.backend.instrumentation import OperatorCall
-    from phalanx.backend.membership import Membership
-    from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError, UsageError
 
 ANY_SOURCE = -1
 _IS_WRAPPED = torch.version.cuda is not None  # by `cuda.delegate_cuda`, which adds a frame
@@ -61,8 +60,6 @@ class Messages:
         self._size = size
         self._active: set[MessageWork] = set()
         self._active_limit = 64
-        self.coalesced_works: list[dist.Work] | None = None
-        """The works of the operations that are being coalesced."""
 
     def send(self, operator: OperatorCall, dst: int, tag: int, blocking: bool) -> dist.Work:
         """Send a tensor; the operator call holds it in a list."""
@@ -160,8 +157,8 @@ class Messages:
         work = MessageWork(message, native, on_done, [tensor], thread, membership.timeout)
         self._keep_alive(work)
         thread.start()
-        if self.coalesced_works is not None:
-            self.coalesced_works.append(work)
+        if membership.coalesced_works is not None:
+            membership.coalesced_works.append(work)
         return work
 
     def _keep_alive(self, work: MessageWork) -> None:

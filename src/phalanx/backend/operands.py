@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Collection, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ReduceOp
@@ -17,9 +18,6 @@ from torch.utils.dlpack import from_dlpack
 
 from phalanx import _native
 from phalanx.errors import PhalanxError, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
 
 _log = logging.getLogger("phalanx")
 _warned: set[str] = set()

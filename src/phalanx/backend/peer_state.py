@@ -8,18 +8,15 @@ or the file is gone), the descriptions are shorter.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx import _native
 from phalanx.backend.call_site import short_site
 from phalanx.backend.operands import DTYPE_NAMES
 from phalanx.observe.escape import escape
 from phalanx.observe.exception_hook import SESSION_ENDED
-from phalanx.observe.model import select_blocking
+from phalanx.observe.model import Group, Operation, Rank, select_blocking
 from phalanx.observe.recorder_reader import build_rank
-
-if TYPE_CHECKING:
-    from phalanx.observe.model import Group, Operation, Rank
 
 _MAX_TEXT_LENGTH = 640
 """The maximum length of a rank's own text, in characters; longer than its recorder can hold."""

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from phalanx import topology
@@ -36,12 +39,9 @@ from phalanx.backend.collectives import (
     tensors_per_rank,
 )
 from phalanx.backend.cuda import NcclChild, delegate_cuda
-from phalanx.backend.execution import (
-    CollectiveExecutor,
-    Pairs,
-)
+from phalanx.backend.execution import CollectiveExecutor, Pairs
 from phalanx.backend.failure import FailureFormatter, describe_missing_rank
-from phalanx.backend.instrumentation import active_mode_count, is_profiling
+from phalanx.backend.instrumentation import OperatorCall, active_mode_count, is_profiling
 from phalanx.backend.membership import Membership, fail_all_groups
 from phalanx.backend.messages import ANY_SOURCE, Messages, check_peer, is_blocking
 from phalanx.backend.operands import (
@@ -62,14 +62,6 @@ from phalanx.backend.work import CompositeWork, Tensors
 from phalanx.errors import CollectiveTimeout, UsageError
 from phalanx.observe import recorder
 from phalanx.observe.escape import encodable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from datetime import timedelta
-
-    from torch.distributed import Store  # type: ignore[attr-defined]
-
-    from phalanx.backend.instrumentation import OperatorCall
 
 on_create: Callable[[ProcessGroup], None] | None = None
 """A function that is called with each new group; fault injection wraps its methods there."""
@@ -755,12 +747,11 @@ class ProcessGroup(dist.ProcessGroup):
     # Coalescing of any operations by PyTorch.
 
     def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002 - PyTorch's signature
-        self._executor.coalesced_works = self._messages.coalesced_works = []
+        self._membership.coalesced_works = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
-        works = self._executor.coalesced_works or []
-        self._executor.coalesced_works = self._messages.coalesced_works = None
-        return CompositeWork(works)
+        works, self._membership.coalesced_works = self._membership.coalesced_works, None
+        return CompositeWork(works or [])
 
     # The names that PyTorch's C++ calls from 2.14 on.
     start_coalescing = _start_coalescing

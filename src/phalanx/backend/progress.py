@@ -7,13 +7,13 @@ which could hang a script that did not leave the group. `stop` ends them in an o
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from phalanx import _native
 
-    from phalanx import _native
+if TYPE_CHECKING:
     from phalanx.hierarchical.messages import RemoteMessage
 
 

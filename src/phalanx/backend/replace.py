@@ -12,17 +12,15 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import env, torch_versions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["install"]
 

@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import torch_versions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _group_class: type[dist.ProcessGroup] | None = None
 """The class of the groups of Phalanx, once the patches have been applied."""

@@ -16,7 +16,9 @@ import contextlib
 import copy
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.distributed import Work
@@ -24,13 +26,8 @@ from torch.futures import Future
 
 from phalanx import _native
 from phalanx.backend import deadlock_detector, membership
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from datetime import timedelta
-
-    from phalanx.backend.progress import MessageThread
-    from phalanx.errors import PhalanxError
+from phalanx.backend.progress import MessageThread
+from phalanx.errors import PhalanxError
 
 Tensors = list[torch.Tensor]
 T = TypeVar("T")
@@ -251,7 +248,7 @@ class CollectiveWork(PendingWork):
         if not self._done_event.wait(seconds or _SHORT_SECONDS):
             if seconds and wait_error is not None:
                 raise wait_error(seconds, self._run is None)
-            _wait_for_event(self._done_event, self._group)
+            self._wait_long()
         if self._error is not None:
             membership.propagate_deadlock(self._group)
             raise self._error
@@ -259,9 +256,41 @@ class CollectiveWork(PendingWork):
 
     def _wait_until_done(self) -> None:
         if not self._done_event.wait(_SHORT_SECONDS):
-            _wait_for_event(self._done_event, self._group)
+            self._wait_long()
         if self._error is not None:
             membership.propagate_deadlock(self._group)
+
+    def _wait_long(self) -> None:
+        """Block until the operation has ended, after a wait of `_SHORT_SECONDS`."""
+        if threading.current_thread() is not threading.main_thread():
+            self._done_event.wait()
+            return
+        waited, next_check = _SHORT_SECONDS, _FIRST_CHECK_SECONDS
+        begin = time.monotonic() - waited
+        try:
+            self._record_wait()
+            while not self._done_event.wait(next_check - waited):
+                self._record_wait()
+                is_suspected = membership.detect_deadlocks()
+                waited = time.monotonic() - begin
+                next_check = waited + _CONFIRMATION_SECONDS if is_suspected else 2 * waited
+        finally:
+            _native.set_main_thread_wait(0)
+
+    def _record_wait(self) -> None:
+        """Record the operation that the main thread waits for, if nothing else can end that wait.
+
+        Operations of other groups, in progress or queued, could end it: a future's callback may
+        call anything.
+        """
+        number = 0
+        # Another thread may leave the group in the meantime.
+        with contextlib.suppress(ValueError):
+            number = deadlock_detector.running_collective(self._group)
+        # Checked after `running_collective`: if the operation has not ended yet, the number read
+        # above is that of this operation or an earlier one.
+        is_over = self._done_event.is_set() or membership.has_collectives_elsewhere(self._group)
+        _native.set_main_thread_wait(0 if is_over else number)
 
 
 class MessageWork(PendingWork):
@@ -347,45 +376,6 @@ class MessageWork(PendingWork):
             on_done, self._on_done = self._on_done, None
             if on_done is not None:
                 self._complete(on_done(status, self._timeout if seconds is None else seconds))
-
-
-def _wait_for_event(done: threading.Event, native: _native.Group) -> None:
-    """Block until an operation has ended; the caller has waited for `_SHORT_SECONDS` already.
-
-    Args:
-        done: The event that is set when the operation has ended.
-        native: The group whose thread runs the operation, or runs those queued before it.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        done.wait()
-        return
-    waited, next_check = _SHORT_SECONDS, _FIRST_CHECK_SECONDS
-    begin = time.monotonic() - waited
-    try:
-        _record_wait(done, native)
-        while not done.wait(next_check - waited):
-            _record_wait(done, native)
-            is_suspected = membership.detect_deadlocks()
-            waited = time.monotonic() - begin
-            next_check = waited + _CONFIRMATION_SECONDS if is_suspected else 2 * waited
-    finally:
-        _native.set_main_thread_wait(0)
-
-
-def _record_wait(done: threading.Event, native: _native.Group) -> None:
-    """Record the operation that the main thread waits for, if nothing else can end that wait.
-
-    Operations of other groups, in progress or queued, could end it: a future's callback may call
-    anything.
-    """
-    number = 0
-    # Another thread may leave the group in the meantime.
-    with contextlib.suppress(ValueError):
-        number = deadlock_detector.running_collective(native)
-    # Checked after `running_collective`: if the operation has not ended yet, the number read above
-    # is that of this operation or an earlier one.
-    is_over = done.is_set() or membership.has_collectives_elsewhere(native)
-    _native.set_main_thread_wait(0 if is_over else number)
 
 
 class WorkFuture(Future[Any]):

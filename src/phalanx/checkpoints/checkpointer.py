@@ -308,13 +308,12 @@ def _save(
         names, descriptions = zip(*ranks.run_and_gather(plan), strict=True)
         temporary = directory.path / names[0]
         # Every rank computes the same result or raises the same error.
-        shares = (
-            assign_shards(descriptions)
-            if sharded
-            else assign_shards(descriptions[:1], _file_count(descriptions[0]))
-        )
-        own_files = range(len(shares)) if ranks.rank == 0 else range(0)
-        own_files = range(ranks.rank, ranks.rank + 1) if sharded else own_files
+        if sharded:
+            shares = assign_shards(descriptions)
+            own_files = range(ranks.rank, ranks.rank + 1)
+        else:
+            shares = assign_shards(descriptions[:1], _file_count(descriptions[0]))
+            own_files = range(len(shares)) if ranks.rank == 0 else range(0)
 
         @convert_errors
         def write() -> list[File]:

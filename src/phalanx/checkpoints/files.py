@@ -23,6 +23,9 @@ __all__ = [
     "write_file",
 ]
 
+# Size limit of a small file in bytes, far above any real manifest, so that a foreign file is not
+# read forever.
+MAX_SMALL_FILE = 2**30
 # Bytes written, read and hashed at a time. It is large because each handover between threads may
 # wait, on a busy machine for long.
 BATCH = 32 * 2**20
@@ -93,7 +96,8 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, st
             for batch in _batches(parts):
                 sha.update(batch)
                 start, length = length, length + _write(descriptor, batch)
-                _start_writing(descriptor, start, length - start)
+                # Asks the kernel to start the writeback: a hint, so errors are ignored.
+                _sync_file_range(descriptor, start, length - start, _SYNC_FILE_RANGE_WRITE)
             os.fsync(descriptor)
             return length, sha.hexdigest()
     finally:
@@ -129,11 +133,6 @@ def _buffers(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
                 yield view[start : start + BATCH]
     if joined:
         yield memoryview(bytes(joined))
-
-
-def _start_writing(descriptor: int, start: int, length: int) -> None:
-    """Ask the kernel to start the writeback of a range; a hint, so errors are ignored."""
-    _sync_file_range(descriptor, start, length, _SYNC_FILE_RANGE_WRITE)
 
 
 def _write(descriptor: int, batch: Sequence[memoryview]) -> int:
@@ -182,8 +181,8 @@ def read_verified(path: Path, length: int, digest: str) -> Tensor:
     return buffer
 
 
-def read_small(path: Path, limit: int) -> bytes:
-    """Return the content of a file of at most `limit` bytes.
+def read_small(path: Path) -> bytes:
+    """Return the content of a file of at most `MAX_SMALL_FILE` bytes.
 
     Raises:
         OSError: The file cannot be read.
@@ -191,8 +190,8 @@ def read_small(path: Path, limit: int) -> bytes:
     """
     with _open(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > limit:
-            raise ContentError(f"{path.name} has {size} bytes, expected at most {limit}")
+        if size > MAX_SMALL_FILE:
+            raise ContentError(f"{path.name} has {size} bytes, expected at most {MAX_SMALL_FILE}")
         buffer = bytearray(size)
         _read(file, memoryview(buffer), path)
     return bytes(buffer)

@@ -41,8 +41,6 @@ MANIFEST, CHECKSUMS = "manifest.json", "SHA256SUMS"
 TENSOR, FLOAT, ITEMS = "$tensor", "$float", "$items"
 
 _CHECKSUM_LINES = re.compile(rb"(?:[0-9a-f]{64}  [A-Za-z0-9][A-Za-z0-9._-]*\n)+")
-# Size limit in bytes, far above any real manifest, so that a foreign file is not read forever.
-_MAX_BYTES = 2**30
 # Number of differences that an error message lists.
 _MAX_LISTED = 10
 _KeyPath = tuple[str | int, ...]
@@ -209,7 +207,7 @@ def read_manifest(path: Path) -> Manifest:
         ContentError: The manifest is damaged, or in another format.
     """
     digests = _read_checksums(path / CHECKSUMS)
-    text = read_small(path / MANIFEST, _MAX_BYTES)
+    text = read_small(path / MANIFEST)
     if MANIFEST not in digests:
         raise ContentError(f"{CHECKSUMS} has no line for {MANIFEST}")
     if hashlib.sha256(text).hexdigest() != digests.pop(MANIFEST):
@@ -235,7 +233,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _read_checksums(path: Path) -> dict[str, str]:
-    text = read_small(path, _MAX_BYTES)
+    text = read_small(path)
     if not _CHECKSUM_LINES.fullmatch(text):
         raise ContentError(f"{CHECKSUMS} is damaged: not a list of checksums")
     pairs = [line.split("  ") for line in text.decode().splitlines()]

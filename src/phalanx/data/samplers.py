@@ -412,7 +412,7 @@ class GlobalBatchSampler(Resumable[list[int]]):
         steps = self._steps_left(self._start)
         if not 0 <= step < steps:
             raise UsageError(f"weight: step {step} given, expected 0 to {steps - 1}")
-        size = self._batch_size(step)
+        size = min(self.global_batch, self.samples - self._start - step * self.global_batch)
         start, stop = _rank_slice(size, self.world_size, self.rank)
         return (stop - start) / size
 
@@ -433,9 +433,6 @@ class GlobalBatchSampler(Resumable[list[int]]):
             shuffled = torch.randperm(self.samples, generator=generator)
             self._cached_order = key, shuffled if self.shuffle else torch.arange(self.samples)
         return self._cached_order[1]
-
-    def _batch_size(self, step: int) -> int:
-        return min(self.global_batch, self.samples - self._start - step * self.global_batch)
 
     def _identity(self) -> dict[str, Any]:
         # PyTorch does not guarantee that its versions shuffle in the same way.

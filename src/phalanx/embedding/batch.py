@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from phalanx.errors import UsageError
 __all__ = [
     "DTYPES",
     "MODES",
+    "WHOLE",
     "Batch",
     "BatchAddresses",
     "Share",
@@ -42,6 +42,10 @@ In order: the address and the number of the rows (int64); the address of the bag
 row is a bag) and their number; the number of the mode; the address of the weights, one for each row
 (0: no weights); the address of the gradients of the bags.
 """
+
+Share = tuple[int, int]
+"""A share of the rows: those whose index modulo the second number is the first one."""
+WHOLE: Share = (0, 1)
 
 
 def index_error(name: str, index: int, rows: int) -> UsageError:
@@ -194,19 +198,12 @@ class Batch:
         )
 
 
-class Share(NamedTuple):
-    """A share of the rows: those whose index modulo `modulus` is `remainder`."""
-
-    remainder: int = 0
-    modulus: int = 1
-
-
 def sum_gradients(
     batches: Sequence[BatchAddresses],
     width: int,
     dtype: torch.dtype,
     divisor: float = 1.0,
-    share: Share = Share(),  # noqa: B008 - it is immutable
+    share: Share = WHOLE,
 ) -> tuple[Tensor, Tensor]:
     """Sum the gradients of each row over batches of mode "sum" or "mean", and divide the sums.
 

@@ -460,8 +460,9 @@ def deploy(
         calls.begin(
             worker,
             _create_server,
-            (layout, number, embedding_dim, optimizer, settings),
-            timeout=_TIMEOUT_SECONDS,
+            (layout, number, embedding_dim, optimizer),
+            settings,
+            _TIMEOUT_SECONDS,
         )
         for number, worker in enumerate(workers)
     ]
@@ -510,11 +511,5 @@ def _call_all(servers: Sequence[RRef[EmbeddingServer]], method: str, path: str) 
         future.wait()
 
 
-def _create_server(
-    layout: Sharding,
-    number: int,
-    width: int,
-    optimizer: RowOptimizer | None,
-    settings: dict[str, Any],
-) -> RRef[EmbeddingServer]:
-    return RRef(EmbeddingServer.create_shard(layout, number, width, optimizer, **settings))
+def _create_server(*arguments: Any, **settings: Any) -> RRef[EmbeddingServer]:
+    return RRef(EmbeddingServer.create_shard(*arguments, **settings))

@@ -161,11 +161,11 @@ class ShardedEmbeddingBag(nn.Module):
         weights = prepare_weights(name, input, self.mode, per_sample_weights, self.table.dtype)
         if (local_table := self._table_for_pooling(weights)) is not None:
             batch = Batch(prepare_indices(name, input), bag_offsets, self.mode, weights)
-            self._wait_for_updates()
+            self.wait()
             return self._pool(local_table, batch)
         check_offsets(name, bag_offsets, input.numel())
         plan, fetch = self._take_prefetched(input)
-        self._wait_for_updates()
+        self.wait()
         rows = (fetch or self.table.start_fetch(plan))()
         if torch.is_grad_enabled():
             self._collect_row_gradients(plan, rows)
@@ -217,11 +217,6 @@ class ShardedEmbeddingBag(nn.Module):
             return prefetched[1:]
         return self.table.plan(indices), None
 
-    def _wait_for_updates(self) -> None:
-        updates, self._updates = self._updates, []
-        for update in updates:
-            update.wait()
-
     def step(self) -> None:
         """Update the rows with the gradients of all batches since the last step.
 
@@ -234,18 +229,14 @@ class ShardedEmbeddingBag(nn.Module):
             PeerLost: A server or a trainer has exited.
             PhalanxError: With a group: a trainer could not update a row.
         """
-        row_gradients, bag_gradients, self._row_gradients, self._bag_gradients = (
-            self._row_gradients,
-            self._bag_gradients,
-            {},
-            [],
-        )
+        row_gradients, self._row_gradients = self._row_gradients, {}
+        bag_gradients, self._bag_gradients = self._bag_gradients, []
         if self._collective_update is not None and not row_gradients and len(bag_gradients) == 1:
             self._collective_update.step([bag_gradients[0]])
             return
         plans_and_gradients = [_expand_bags(batch, gradients) for batch, gradients in bag_gradients]
         plan, gradients = _merge([*row_gradients.values(), *plans_and_gradients], self.table)
-        self._wait_for_updates()
+        self.wait()
         if self._collective_update is not None:
             parts = zip(plan.local_indices, plan.positions, strict=True)
             self._collective_update.step(
@@ -254,7 +245,7 @@ class ShardedEmbeddingBag(nn.Module):
             return
         self._updates = self.table.update(plan, gradients, self.trainer)
         if self.staleness is None:
-            self._wait_for_updates()
+            self.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients accumulated since the last step."""
@@ -263,7 +254,9 @@ class ShardedEmbeddingBag(nn.Module):
 
     def wait(self) -> None:
         """Block until all updates of this trainer are complete, and raise their errors."""
-        self._wait_for_updates()
+        updates, self._updates = self._updates, []
+        for update in updates:
+            update.wait()
 
     def extra_repr(self) -> str:
         """Return the text that `repr` shows in parentheses."""

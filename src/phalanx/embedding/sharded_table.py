@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 from phalanx import _native
 from phalanx.embedding.batch import (
     MODES,
+    WHOLE,
     Batch,
     BatchAddresses,
     Share,
@@ -120,7 +121,7 @@ class _MappedTable(EmbeddingTable):
         self,
         batches: Sequence[BatchAddresses],
         divisor: float = 1.0,
-        share: Share = Share(),  # noqa: B008 - it is immutable
+        share: Share = WHOLE,
         step: int = 0,
     ) -> None:
         self._check()
@@ -413,7 +414,6 @@ class CollectiveUpdate:
             self._received.data_ptr() + n * self._received.shape[1] + self._header_size
             for n in range(self._size)
         ]
-        share = Share(self._rank, self._size)
         for server, local_table in enumerate(self._local_tables):
             batches = []
             for trainer, header in enumerate(headers):
@@ -422,7 +422,7 @@ class CollectiveUpdate:
                 batches.append(batch)
             # Rank 0 counts the step.
             step = headers[0][_HEADER_FIELDS * server] if self._rank else 0
-            local_table.update_batches(batches, self._size, share, step)
+            local_table.update_batches(batches, self._size, (self._rank, self._size), step)
 
     def _unpack(self, address: int, fields: Sequence[int]) -> tuple[BatchAddresses, int]:
         """Return the addresses of the batch that begins at `address`, and its end."""

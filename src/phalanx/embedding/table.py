@@ -16,6 +16,7 @@ from phalanx import _native
 from phalanx.embedding.batch import (
     DTYPES,
     MODES,
+    WHOLE,
     Batch,
     BatchAddresses,
     Share,
@@ -133,6 +134,7 @@ class EmbeddingTable:
         self.handle = handle
         self.name = handle.name
         self.optimizer = handle.optimizer
+        self._parts = ("weight", *handle.optimizer.state_names)
         self.rows, self.width = core.rows, core.width
         self.dtype = next(dtype for dtype, number in DTYPES.items() if number == core.dtype)
 
@@ -277,7 +279,7 @@ class EmbeddingTable:
         self,
         batches: Sequence[BatchAddresses],
         divisor: float = 1.0,
-        share: Share = Share(),  # noqa: B008 - it is immutable
+        share: Share = WHOLE,
         step: int = 0,
     ) -> None:
         """Make one step with the gradients of several prepared batches, summed and divided.
@@ -306,10 +308,9 @@ class EmbeddingTable:
 
         Updates may continue meanwhile: each row is consistent with its own state.
         """
-        names = ("weight", *self.optimizer.state_names)
-        state = {name: torch.empty(self.rows, self.width, dtype=self.dtype) for name in names}
+        state = {name: torch.empty(self.rows, self.width, dtype=self.dtype) for name in self._parts}
         for block in self._blocks():
-            parts = [state[name][block[0] :].data_ptr() for name in names]
+            parts = [state[name][block[0] :].data_ptr() for name in self._parts]
             self._check_failure(
                 self._core.gather(block.data_ptr(), len(block), parts, _ROW_TIMEOUT_SECONDS)
             )
@@ -317,10 +318,9 @@ class EmbeddingTable:
 
     def describe_state(self) -> dict[str, Tensor]:
         """Return a result of `state_dict` without data: tensors on the device "meta"."""
-        names = ("weight", *self.optimizer.state_names)
         rows = torch.empty(self.rows, self.width, dtype=self.dtype, device="meta")
         step = torch.empty((), dtype=torch.int64, device="meta")
-        return {**dict.fromkeys(names, rows), "step": step}
+        return {**dict.fromkeys(self._parts, rows), "step": step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace all rows, their state and the number of steps by a result of `state_dict`.
@@ -328,14 +328,13 @@ class EmbeddingTable:
         Raises:
             UsageError: The shape, the dtype or the optimizer differs. Nothing is replaced.
         """
-        names = ("weight", *self.optimizer.state_names)
-        expected = dict.fromkeys(names, ((self.rows, self.width), self.dtype))
+        expected = dict.fromkeys(self._parts, ((self.rows, self.width), self.dtype))
         given = {name: (tuple(x.shape), x.dtype) for name, x in state.items() if name != "step"}
         if given != expected or "step" not in state:
             raise UsageError(
                 f"table {self.name!r}: a state of {given} given, expected {expected} and step"
             )
-        tensors = [cast("Tensor", state[name]).contiguous() for name in names]
+        tensors = [cast("Tensor", state[name]).contiguous() for name in self._parts]
         for block in self._blocks():
             parts = [tensor[block[0] :].data_ptr() for tensor in tensors]
             self._check_failure(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from phalanx.hierarchical.execution import (
     LEADER,
@@ -22,9 +22,6 @@ from phalanx.hierarchical.execution import (
     is_for_rails,
     run_chunks,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _COUNT = struct.Struct("<Q")
 

@@ -10,20 +10,15 @@ import contextlib
 import ctypes
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from phalanx import _native
-from phalanx.transports import TransportError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from phalanx.topology import Layout
-    from phalanx.transports import Transfer, Transport
+from phalanx.topology import Layout
+from phalanx.transports import Transfer, Transport, TransportError
 
 _CHUNK_TAGS = 4096
 """The number of tags for the chunks of a collective, from tag 1 on.

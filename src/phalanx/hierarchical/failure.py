@@ -17,26 +17,18 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from torch.distributed import DistError
+from torch.distributed import DistError, Store  # type: ignore[attr-defined] # exported at run time
 
+from phalanx import _native
 from phalanx.hierarchical.execution import LIVENESS_TAG, ConnectionLost
-from phalanx.hierarchical.fingerprint import Fingerprint
-from phalanx.transports import TransportError
+from phalanx.hierarchical.fingerprint import Fingerprint, Header
+from phalanx.topology import Layout, RankRecord
+from phalanx.transports import Transfer, Transport, TransportError
 from phalanx.transports.shutdown_hooks import delay_shutdown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
-
-    from phalanx import _native
-    from phalanx.hierarchical.execution import DeadlineExceeded
-    from phalanx.hierarchical.fingerprint import Header
-    from phalanx.topology import Layout, RankRecord
-    from phalanx.transports import Transfer, Transport
 
 _FAILURE_KEY = "phalanx/broken"
 _QUERY_TIMEOUT = 1.0
@@ -98,12 +90,11 @@ class SharedGroupState:
         return self._failure
 
     def record_leave(self, rank: int, site: str) -> None:
-        """Record that a rank leaves the group, with the call site."""
-        self._query(lambda: self._store.set(_leave_key(rank), site or "-"))
+        """Record that a rank leaves the group, with the call site.
 
-    def record_exit(self, rank: int) -> None:
-        """Record that a rank's process exits normally without having left the group."""
-        self._query(lambda: self._store.set(_leave_key(rank), EXITED))
+        The call site is `EXITED` if its process exits normally without having left the group.
+        """
+        self._query(lambda: self._store.set(_leave_key(rank), site or "-"))
 
     def leave_site(self, rank: int) -> str | None:
         """Return the call site at which a rank left the group.
@@ -302,9 +293,7 @@ class FailurePropagator:
         self._break_group(reported)
         return False
 
-    def report_timeout(
-        self, error: DeadlineExceeded, operation: str, timeout: float
-    ) -> GroupFailure:
+    def report_timeout(self, peer: int, operation: str, timeout: float) -> GroupFailure:
         """Report the timeout of an operation in which this rank waited for another host.
 
         Returns the failure. Blocks for up to half a second for another rank's report.
@@ -316,10 +305,10 @@ class FailurePropagator:
             return self._break_group(reported)
         rank = self._layout.rank
         message = (
-            f"rank {rank} waited for {self.format_rank(error.peer)} in {operation} until the "
+            f"rank {rank} waited for {self.format_rank(peer)} in {operation} until the "
             f"timeout of {timeout:g} s on this rank; the state of that rank is unknown"
         )
-        return self.report(GroupFailure("timeout", message, rank, error.peer))
+        return self.report(GroupFailure("timeout", message, rank, peer))
 
     def create_failure_check(self) -> Callable[[], None]:
         """Return a function that a wait calls repeatedly to check for failures of other ranks.
@@ -344,8 +333,7 @@ class FailurePropagator:
     def report_mismatch(self, own: Header, peer: int, theirs: Header) -> GroupFailure:
         """Report that a rank of another host is in a different operation; return the failure."""
         rank = self._layout.rank
-        mine = self._formatter.format_operation(own.fingerprint, own.site)
-        other = self._formatter.format_operation(theirs.fingerprint, theirs.site)
+        mine, other = self.format_operation(own), self.format_operation(theirs)
         message = f"ranks disagree: rank {rank} is in {mine}, rank {peer} in {other}"
         return self.report(GroupFailure("mismatch", message, rank, peer))
 

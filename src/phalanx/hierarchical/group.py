@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined] # exported at run time
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined] # exported at run time
 
 from phalanx import _native
 from phalanx.errors import PhalanxError, UsageError
@@ -26,7 +28,9 @@ from phalanx.hierarchical.execution import (
     dissemination_rounds,
 )
 from phalanx.hierarchical.failure import (
+    EXITED,
     FailurePropagator,
+    Formatter,
     GroupFailure,
     SharedGroupState,
     watch_counterparts,
@@ -36,19 +40,8 @@ from phalanx.hierarchical.messages import PointToPointGroup
 from phalanx.observe.escape import escape
 from phalanx.observe.exception_hook import SESSION_ENDED
 from phalanx.system.polling import attempts
-from phalanx.topology import own_address
-from phalanx.transports import TransportError, open_transport
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from datetime import timedelta
-
-    from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
-
-    from phalanx.hierarchical.failure import Formatter
-    from phalanx.topology import Layout, RankRecord
-    from phalanx.transports import Transport
-
+from phalanx.topology import Layout, RankRecord, own_address
+from phalanx.transports import Transport, TransportError, open_transport
 
 _MAX_EXCEPTION_CHARACTERS = 640
 _LEADER_GRACE = 1.0
@@ -111,12 +104,10 @@ class HierarchicalGroup(PointToPointGroup):
         self._formatter = formatter
         self._collective_lock = threading.Lock()
         self._is_watching = False
+        self.rank = layout.rank
+        self.identity = records[0].nonce  # the same on all hosts
 
     # Members and state.
-
-    @property
-    def rank(self) -> int:
-        return self._layout.rank
 
     @property
     def sequence(self) -> int:
@@ -125,10 +116,6 @@ class HierarchicalGroup(PointToPointGroup):
     @property
     def closed(self) -> bool:
         return self._native.closed
-
-    @property
-    def identity(self) -> int:
-        return self._records[0].nonce  # the same on all hosts
 
     def pid(self, rank: int) -> int:
         return self._records[rank].pid
@@ -220,7 +207,7 @@ class HierarchicalGroup(PointToPointGroup):
         """
         self._propagator.is_closing = True
         if not abrupt and not self._native.closed and self._propagator.failure is None:
-            self._shared_state.record_exit(self.rank)
+            self._shared_state.record_leave(self.rank, EXITED)
         if abrupt:
             self._transport.abort()
         self._transport.close()
@@ -329,7 +316,7 @@ class HierarchicalGroup(PointToPointGroup):
             )
         except DeadlineExceeded as error:
             return self._propagator.report_timeout(
-                error, self._propagator.format_operation(header), timeout
+                error.peer, self._propagator.format_operation(header), timeout
             )
         except data_movement.SplitSizeMismatch as error:
             return self._propagator.report(self._split_size_failure(own, error))

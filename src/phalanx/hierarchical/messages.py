@@ -20,30 +20,24 @@ import itertools
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
+from phalanx import _native
 from phalanx.hierarchical.execution import (
     CHECK_INTERVAL,
     ELEMENT_SIZES,
     ENVELOPES_TAG,
     ConnectionLost,
-    DeadlineExceeded,
     bytes_at,
     data_tag,
     drain,
 )
-from phalanx.hierarchical.failure import GroupFailure
+from phalanx.hierarchical.failure import FailurePropagator, GroupFailure
 from phalanx.hierarchical.fingerprint import Fingerprint, Header, current_site
-from phalanx.transports import Transfer, TransportError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx import _native
-    from phalanx.hierarchical.failure import FailurePropagator
-    from phalanx.topology import Layout
-    from phalanx.transports import Transport
+from phalanx.topology import Layout
+from phalanx.transports import Transfer, Transport, TransportError
 
 _numbers = itertools.count(-1, -1)  # native messages have positive ids
 _T = TypeVar("_T")
@@ -117,7 +111,7 @@ class PointToPointGroup:
         if local is not None:
             return LocalMessage(self._native.isend(data, count, dtype, local, tag), self)
         header = _make_header("send", count, dtype, destination, tag)
-        message = RemoteMessage(self, header, destination, [])
+        message = RemoteMessage(self, header, destination)
         message.record_begin()
         try:
             with self._send_lock:  # envelopes must arrive in the order of the sends
@@ -139,7 +133,7 @@ class PointToPointGroup:
         local = self._local_rank(source)
         if local is not None:
             return LocalMessage(self._native.irecv(data, count, dtype, local, tag), self)
-        message = RemoteMessage(self, _make_header("recv", count, dtype, source, tag), source, [])
+        message = RemoteMessage(self, _make_header("recv", count, dtype, source, tag), source)
         if source >= 0:
             message.record_begin()
         try:
@@ -160,16 +154,15 @@ class PointToPointGroup:
                 if (broken := self.failure()) is not None:
                     message.complete(broken)
                 elif time.monotonic() >= deadline:
-                    error = DeadlineExceeded(message.peer)
+                    operation = self._propagator.format_operation(message.header)
                     message.complete(
-                        self._propagator.report_timeout(
-                            error, self._format_operation(message), timeout
-                        )
+                        self._propagator.report_timeout(message.peer, operation, timeout)
                     )
         except ConnectionLost as error:
             self._fail(message, error)
         except BaseException:  # Ctrl-C: nothing keeps the message's tensor alive from now on
-            text = f"rank {self._layout.rank} was interrupted in {self._format_operation(message)}"
+            operation = self._propagator.format_operation(message.header)
+            text = f"rank {self._layout.rank} was interrupted in {operation}"
             message.complete(
                 self._propagator.report(GroupFailure("interrupted", text, self._layout.rank))
             )
@@ -209,15 +202,10 @@ class PointToPointGroup:
         return None if status is None else self._propagator.report_status(status, timeout)
 
     def _fail(self, message: RemoteMessage, error: ConnectionLost) -> None:
-        if (broken := self.failure()) is not None:
-            message.complete(broken)
-        else:
-            message.complete(
-                self._propagator.report_connection_lost(error, self._format_operation(message))
-            )
-
-    def _format_operation(self, message: RemoteMessage) -> str:
-        return self._propagator.format_operation(message.header)
+        operation = self._propagator.format_operation(message.header)
+        message.complete(
+            self.failure() or self._propagator.report_connection_lost(error, operation)
+        )
 
 
 class LocalMessage:
@@ -249,22 +237,16 @@ class RemoteMessage:
         group: The group of the message.
         header: The description of the message on this rank.
         peer: The destination or source rank; -1 for a recv from any source.
-        transfers: The transfers that must complete, in this order. More may be appended later.
     """
 
-    def __init__(
-        self,
-        group: PointToPointGroup,
-        header: Header,
-        peer: int,
-        transfers: list[Transfer],
-    ) -> None:
+    def __init__(self, group: PointToPointGroup, header: Header, peer: int) -> None:
         self.id = next(_numbers)
         self.peer = peer
         self.done = False
         self.status: GroupFailure | None = None
         self.header = header
-        self.transfers = transfers
+        self.transfers: list[Transfer] = []
+        """The transfers that must complete, in this order."""
         self._group = group
         self._record: _native.Message | None = None
         self._lock = threading.Lock()

@@ -13,7 +13,7 @@ same in every run and on all ranks.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from phalanx.hierarchical.execution import (
     LEADER,
@@ -24,9 +24,6 @@ from phalanx.hierarchical.execution import (
     is_for_rails,
     run_chunks,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def all_reduce(operation: Operation, data: int, count: int) -> None:

@@ -12,6 +12,7 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from phalanx.rpc.functions import CallFuture
 from phalanx.rpc.local_connection import HANDSHAKE_TIMEOUT, LocalConnection, connect
 from phalanx.rpc.message import Frames, Kind, Malformed, Message, TensorDescriptor, parse
 from phalanx.rpc.peer import Peer, PendingFuture
+from phalanx.rpc.pickling import AutogradHook
 from phalanx.rpc.reference_counting import (
     OwnedValues,
     RefCountDelta,
@@ -32,13 +34,10 @@ from phalanx.rpc.reference_counting import (
     clear_frames,
 )
 from phalanx.rpc.shared_memory import CopyTimeout, DeferredCopies, ShmSender
+from phalanx.rpc.workers import WorkerInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx.rpc.pickling import AutogradHook
     from phalanx.rpc.remote_connection import RemoteConnection, RemoteContext, RemoteDealer
-    from phalanx.rpc.workers import WorkerInfo
 
 __all__ = [
     "UNSET",
@@ -95,7 +94,9 @@ class Agent:
         self.remote: RemoteContext | None = None
         """The sockets for workers on other hosts, if there are any."""
         self.call_log = CallLog()
-        self._calls, self._local_ids = itertools.count(1), itertools.count()
+        self._calls = itertools.count(1)
+        self.local_ids = itertools.count()
+        """New numbers for the ids of values."""
         self._activity_lock = threading.Lock()
         self._has_dropped = False
         self.reactor = Reactor(self._on_deadline, self._on_wake)
@@ -163,10 +164,6 @@ class Agent:
             return self.peers[to]
         names = ", ".join(repr(name) for name in self.by_name)
         raise UsageError(f"could not find destination {to!r}: the workers are {names}")
-
-    def next_local_id(self) -> int:
-        """Return a new number for the id of a value."""
-        return next(self._local_ids)
 
     def begin(
         self, peer: Peer, kind: Kind, body: object, description: str, timeout: float

@@ -20,17 +20,13 @@ import logging
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from phalanx.observe.job_directory import CALL_LOG_VERSION
+from phalanx.observe.job_directory import CALL_LOG_VERSION, JobDirectory
 from phalanx.observe.recorder import get_job_directory
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from phalanx.observe.job_directory import JobDirectory
-    from phalanx.rpc.peer import Peer
-    from phalanx.rpc.workers import WorkerInfo
+from phalanx.rpc.peer import Peer
+from phalanx.rpc.workers import WorkerInfo
 
 __all__ = ["CallLog"]
 

@@ -12,19 +12,15 @@ Nested calls, to any worker, do not block one another: while a thread waits, ano
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from phalanx.errors import UsageError
-from phalanx.rpc.agent import UNSET, agent, agent_or_none, seconds
+from phalanx.rpc.agent import UNSET, PendingCall, agent, agent_or_none, seconds
 from phalanx.rpc.message import Kind
 from phalanx.rpc.workers import WorkerInfo
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from phalanx.rpc.agent import PendingCall
 
 __all__ = [
     "begin",

@@ -6,15 +6,18 @@ import contextlib
 import math
 import pickle
 import traceback
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from phalanx.errors import PhalanxError, RemoteError, UsageError
 from phalanx.rpc.message import (
     ANSWERS,
     MAX_FRAME_SIZE,
     MAX_TENSORS,
+    Frames,
     Kind,
     Message,
     TensorDescriptor,
@@ -22,24 +25,17 @@ from phalanx.rpc.message import (
     encode_frame,
     span,
 )
-from phalanx.rpc.pickling import PickleContext, deserialize, serialize
+from phalanx.rpc.peer import Peer
+from phalanx.rpc.pickling import AutogradHook, PickleContext, deserialize, serialize
 from phalanx.rpc.shared_memory import (
     CopyFailure,
     CopyTimeout,
+    DeferredCopies,
     MappingFailure,
     SegmentUnavailable,
     ShmReceiver,
+    ShmSender,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
-
-    from phalanx.rpc.message import Frames
-    from phalanx.rpc.peer import Peer
-    from phalanx.rpc.pickling import AutogradHook
-    from phalanx.rpc.shared_memory import DeferredCopies, ShmSender
 
 __all__ = ["MessageCodec", "TensorsUnavailable"]
 

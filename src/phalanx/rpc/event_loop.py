@@ -22,12 +22,10 @@ import struct
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from phalanx.system.polling import EventFd
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["Reactor", "SpinPolicy"]
 
@@ -168,7 +166,10 @@ class Reactor:
                 return self._work.popleft()
             for fd, _ in self._wait_for_events():
                 if (handler := self._handlers.get(fd)) is not None:
-                    _call_handler(handler)
+                    try:
+                        handler()
+                    except Exception:  # noqa: BLE001 - it is logged, and the leader continues
+                        _LOG.exception("a connection of RPC")
             self._expire()
         return None
 
@@ -205,14 +206,6 @@ class Reactor:
         for _, call, pending in due:
             if (expired := pending.pop(call, None)) is not None:
                 self._on_expired(expired)
-
-
-def _call_handler(handler: Callable[[], None]) -> None:
-    """Call a handler and log any exception, so that the leader continues."""
-    try:
-        handler()
-    except Exception:  # noqa: BLE001 - it is logged
-        _LOG.exception("a connection of RPC")
 
 
 class _Timer:

@@ -13,14 +13,16 @@ import os
 import select
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined] # exported at run time
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from phalanx.address import local_address, rendezvous_host, url_host
 from phalanx.errors import ArgumentTypeError, PeerLost, PhalanxError, UsageError
 from phalanx.observe import exception_hook, recorder
 from phalanx.rpc import workers
@@ -34,11 +36,6 @@ from phalanx.rpc.server import RpcServer
 from phalanx.rpc.shared_memory import ShmSender
 from phalanx.rpc.workers import WorkerInfo, WorkerRecord
 from phalanx.system.polling import wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch.distributed import Store  # type: ignore[attr-defined]
 
 __all__ = [
     "BackendType",
@@ -367,22 +364,21 @@ def _peers(
 ) -> list[Peer]:
     """Return all workers; publish a port of this worker for those on other hosts."""
     local = [each == own.id or other.shares_host(record) for each, other in enumerate(records)]
-    remote = [f"{each}" for each, is_local in enumerate(local) if not is_local]
-    addresses = dict.fromkeys(range(len(records)), "")
+    remote = [each for each, is_local in enumerate(local) if not is_local]
+    addresses = [other.address for other in records]
     if remote:
-        host = workers.url_host(workers.interface_towards(store))
+        host = url_host(local_address(rendezvous_host(store)) or "127.0.0.1")
         store.set(f"address/{own.id}", own.listen(host))
         published = workers.wait_for_values(store, [f"address/{each}" for each in remote], timeout)
-        addresses.update(
-            {int(each): text.decode() for each, text in zip(remote, published, strict=True)}
-        )
+        for each, text in zip(remote, published, strict=True):
+            addresses[each] = text.decode()
     return [
         Peer(
             WorkerInfo(other.name, each),
             other,
             local[each],
             other.main == record.main != "",
-            other.address if local[each] else addresses[each],
+            addresses[each],
         )
         for each, other in enumerate(records)
     ]

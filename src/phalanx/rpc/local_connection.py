@@ -20,19 +20,14 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from phalanx.errors import CallTimeout, PhalanxError
 from phalanx.key import derive
 from phalanx.rpc.event_loop import Reactor, SpinPolicy
-from phalanx.rpc.message import MAX_FRAME_SIZE
+from phalanx.rpc.message import MAX_FRAME_SIZE, Frames
 from phalanx.system.authentication import AuthenticationError, Handshake
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from phalanx.rpc.message import Frames
 
 __all__ = ["HANDSHAKE_TIMEOUT", "Acceptor", "LocalConnection", "connect", "is_readable"]
 

@@ -11,12 +11,10 @@ import enum
 import math
 import struct
 import zlib
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = [
     "ANSWERS",

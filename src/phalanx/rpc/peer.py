@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+import torch
+
 from phalanx.errors import CallTimeout, PeerLost, PhalanxError
 from phalanx.rpc.local_connection import LocalConnection, connect, is_readable
+from phalanx.rpc.workers import WorkerInfo, WorkerRecord
 from phalanx.system.polling import EventFd
 
 if TYPE_CHECKING:
-    import torch
-
     from phalanx.rpc.remote_connection import RemoteConnection, RemoteContext, RemoteDealer
-    from phalanx.rpc.workers import WorkerInfo, WorkerRecord
 
 __all__ = ["Peer", "PendingFuture"]
 

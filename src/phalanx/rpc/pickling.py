@@ -16,20 +16,17 @@ import pickle
 import sys
 import threading
 import types
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ArgumentTypeError, UsageError
 from phalanx.rpc.message import DTYPES
+from phalanx.rpc.peer import Peer
 from phalanx.system.pickling import CodePickler
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from phalanx.rpc.peer import Peer
 
 __all__ = [
     "AutogradHook",
@@ -62,11 +59,9 @@ class AutogradHook(Protocol):
         Returns:
             The tensors to send in their place, without history, and metadata for the receiver.
         """
-        ...
 
     def cancel(self, metadata: bytes) -> None:
         """Free what is kept for tensors that were to be sent with this metadata and were not."""
-        ...
 
     def receive(self, peer: int, tensors: list[Tensor], metadata: bytes) -> list[Tensor]:
         """Process tensors before they are put into unpickled arguments or results.
@@ -76,15 +71,12 @@ class AutogradHook(Protocol):
             tensors: The received tensors.
             metadata: The metadata that `send` returned on the sender.
         """
-        ...
 
     def forget(self, peer: int) -> None:
         """Free everything kept for a peer that is lost."""
-        ...
 
     def close(self) -> None:
         """Free everything; called after the last message."""
-        ...
 
 
 class PickleContext:

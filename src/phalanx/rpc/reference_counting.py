@@ -18,15 +18,13 @@ import logging
 import threading
 import traceback
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple
 
 from phalanx.errors import PhalanxError
 from phalanx.rpc.functions import FutureResult
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
 
 __all__ = [
     "OwnedValue",

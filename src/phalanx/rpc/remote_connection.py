@@ -8,18 +8,13 @@ from __future__ import annotations
 import math
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import zmq
 
 from phalanx.key import derive
-from phalanx.rpc.message import MAX_FRAME_SIZE
+from phalanx.rpc.message import MAX_FRAME_SIZE, Frames
 from phalanx.system import curve
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from phalanx.rpc.message import Frames
 
 __all__ = ["RemoteConnection", "RemoteContext", "RemoteDealer", "RemoteRouter"]
 
@@ -204,28 +199,25 @@ class RemoteConnection:
             TimeoutError: There was no answer before `end`.
         """
         try:
-            return self._wait(end)
+            while True:
+                seconds = max(0.0, end - time.monotonic())
+                milliseconds = None if seconds == math.inf else math.ceil(seconds * 1000)
+                ready = self._poller.poll(milliseconds)
+                if not ready:
+                    raise TimeoutError
+                # The last messages of a lost peer may still be on their way.
+                if not any(each is self._socket for each, _ in ready) and not self._socket.poll(
+                    _DRAIN_MILLISECONDS
+                ):
+                    return None
+                if (answer := _receive(self._socket)) is not None:
+                    return answer
         except zmq.ContextTerminated:
             return None
 
     def close(self) -> None:
         """Close the connection at once."""
         self._socket.close(0)
-
-    def _wait(self, end: float) -> Frames | None:
-        while True:
-            seconds = max(0.0, end - time.monotonic())
-            milliseconds = None if seconds == math.inf else math.ceil(seconds * 1000)
-            ready = self._poller.poll(milliseconds)
-            if not ready:
-                raise TimeoutError
-            # The last messages of a lost peer may still be on their way.
-            if not any(each is self._socket for each, _ in ready) and not self._socket.poll(
-                _DRAIN_MILLISECONDS
-            ):
-                return None
-            if (answer := _receive(self._socket)) is not None:
-                return answer
 
 
 def _receive(socket: zmq.Socket[bytes]) -> Frames | None:

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from phalanx.errors import CallTimeout, UsageError
 from phalanx.rpc import autograd, calls
-from phalanx.rpc.agent import UNSET, agent, agent_or_none, seconds
-from phalanx.rpc.functions import ASYNC_EXECUTION_MARK, FutureResult
+from phalanx.rpc.agent import UNSET, Agent, agent, agent_or_none, seconds
+from phalanx.rpc.functions import ASYNC_EXECUTION_MARK, CallFuture, FutureResult
 from phalanx.rpc.message import Kind
 from phalanx.rpc.pickling import thread_local
 from phalanx.rpc.reference_counting import RefCountDelta, RRefId
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from phalanx.rpc.agent import Agent
-    from phalanx.rpc.functions import CallFuture
-    from phalanx.rpc.workers import WorkerInfo
+from phalanx.rpc.workers import WorkerInfo
 
 __all__ = ["RRef", "remote"]
 
@@ -54,7 +49,7 @@ def remote(
     """
     own = agent()
     peer = own.peer(to)
-    body, local_id = calls.make_body(func, args, kwargs), own.next_local_id()
+    body, local_id = calls.make_body(func, args, kwargs), next(own.local_ids)
     future = own.call_async(
         peer, Kind.REMOTE, body, calls.describe_call(func, peer), seconds(timeout), local_id
     )
@@ -97,7 +92,7 @@ class RRef(Generic[_T]):
                 "The RRef being created contains a ScriptModule, must provide its ModuleInterface "
                 "type hint: RRef(module, Interface)"
             )
-        rref_id = RRefId(own.id, own.next_local_id())
+        rref_id = RRefId(own.id, next(own.local_ids))
         own.owned_values.apply(RefCountDelta(rref_id, own.id, 1))
         own.owned_values.get_or_create(rref_id).set_result(value)
         self._set(own, rref_id, own.id, None)
@@ -113,7 +108,7 @@ class RRef(Generic[_T]):
 
     def _set(self, own: Agent, rref_id: RRefId, owner: int, creation: CallFuture | None) -> None:
         self._rref_id, self._owner, self._creation = rref_id, owner, creation
-        number = rref_id.local_id if owner == own.id else own.next_local_id()
+        number = rref_id.local_id if owner == own.id else next(own.local_ids)
         self._fork_id = RRefId(own.id, number)
         if creation is None or creation.is_sent:
             self._agent = own

@@ -6,24 +6,22 @@ import contextlib
 import logging
 import time
 import types
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from phalanx.errors import ArgumentTypeError, RemoteError, UsageError
+from phalanx.rpc.agent import Agent
 from phalanx.rpc.functions import ASYNC_EXECUTION_MARK, FutureResult
 from phalanx.rpc.local_connection import Acceptor, LocalConnection
-from phalanx.rpc.message import ANSWERS, Kind, Malformed
+from phalanx.rpc.message import ANSWERS, Frames, Kind, Malformed, Message
+from phalanx.rpc.peer import Peer
 from phalanx.rpc.reference_counting import RefCountDelta, RRefId
 from phalanx.rpc.shared_memory import DeferredCopies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from phalanx.rpc.agent import Agent
-    from phalanx.rpc.message import Frames, Message
-    from phalanx.rpc.peer import Peer
     from phalanx.rpc.remote_connection import RemoteRouter
 
 __all__ = ["RpcServer"]

@@ -20,20 +20,15 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from phalanx._native import MAX_BLOCKS, LeaseSegment, LeaseSegmentView
 from phalanx.errors import PhalanxError
 from phalanx.rpc.message import DTYPES, TensorDescriptor, TensorLocation
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
-
-    from torch import Tensor
 
 __all__ = [
     "CopyFailure",
@@ -119,12 +114,7 @@ class DeferredCopies:
     def __enter__(self) -> DeferredCopies:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if not self._pending:
             return
         try:

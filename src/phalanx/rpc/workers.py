@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import ipaddress
 import json
 import os
 import re
@@ -17,31 +16,20 @@ import socket
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
-from torch.distributed import (  # type: ignore[attr-defined] # exported at run time
-    PrefixStore,
-    TCPStore,
-)
+from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
 from phalanx import env, key
-from phalanx.address import local_address
 from phalanx.errors import ArgumentTypeError, PhalanxError, UsageError
 from phalanx.rpc.local_connection import is_readable
-from phalanx.rpc.shared_memory import can_map
+from phalanx.rpc.shared_memory import ShmSender, can_map
 from phalanx.system.host_identity import host_identity
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
-
-    from phalanx.rpc.shared_memory import ShmSender
 
 __all__ = [
     "WorkerInfo",
     "WorkerRecord",
     "agree_on_key",
     "exchange_records",
-    "interface_towards",
     "make_record",
     "publish_failure",
 ]
@@ -169,11 +157,9 @@ def exchange_records(
         raise error
     store.set(f"worker/{rank}", json.dumps(dataclasses.asdict(record) | {"size": size}))
     # Only worker 0's record at first: a worker that expects too many workers then gets an error.
-    (first,) = _parse_records(wait_for_values(store, ["worker/0"], timeout))
+    (first,) = _read_records(store, 1, timeout)
     _check_size(0, first, rank, size)
-    records = _parse_records(
-        wait_for_values(store, [f"worker/{each}" for each in range(size)], timeout)
-    )
+    records = _read_records(store, size, timeout)
     named: dict[str, int] = {}
     for each, other in enumerate(records):
         _check_size(each, other, rank, size)
@@ -195,8 +181,10 @@ def publish_failure(
         store.set(f"worker/{each}", json.dumps({"failure": text}))
 
 
-def _parse_records(texts: list[bytes]) -> list[WorkerRecord]:
-    found = [json.loads(encoded) for encoded in texts]
+def _read_records(store: Store, count: int, timeout: float) -> list[WorkerRecord]:
+    """Return the records of the first `count` workers; block until they have published them."""
+    names = [f"worker/{each}" for each in range(count)]
+    found = [json.loads(encoded) for encoded in wait_for_values(store, names, timeout)]
     for each in found:
         if "failure" in each:
             raise UsageError(each["failure"])
@@ -251,23 +239,6 @@ def agree_on_key(store: Store, rank: int, timeout: float) -> bytes:
         f"worker 0 {'has' if origin == 'inherited' else 'has no'} key of the job, worker {rank} "
         f"{given}: start all with `phalanx run`, or set the same PHALANX_KEY_FILE for all"
     )
-
-
-def interface_towards(store: Store) -> str:
-    """Return the address to listen on for other hosts: that of the interface facing the store.
-
-    Raises:
-        UsageError: `PHALANX_INTERFACE` names nothing on this machine.
-    """
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    towards = env.tunnel_host() or (store.host if isinstance(store, TCPStore) else "")
-    return local_address(towards) or "127.0.0.1"
-
-
-def url_host(address: str) -> str:
-    """Return an address as it is written before a port."""
-    return f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
 
 
 def _key_digest(own: bytes) -> str:

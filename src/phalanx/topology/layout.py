@@ -17,10 +17,9 @@ from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from phalanx import _native, env
-from phalanx.address import is_loopback, local_address
+from phalanx.address import is_loopback, local_address, rendezvous_host
 from phalanx.errors import UsageError
 from phalanx.system.host_identity import MemoryProbe, host_identity
 
@@ -111,9 +110,7 @@ def own_address(store: Store, records: Sequence[RankRecord]) -> str:
         UsageError: `PHALANX_INTERFACE` names no interface or address of this machine, or the
             address is a loopback address although some ranks are on other machines.
     """
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    destination = env.tunnel_host() or (store.host if isinstance(store, TCPStore) else "")
+    destination = rendezvous_host(store)
     address = local_address(destination) or "127.0.0.1"
     if is_loopback(address) and len({r.network for r in records}) > 1:
         raise UsageError(

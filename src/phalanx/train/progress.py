@@ -38,7 +38,6 @@ class Display:
         self._last_refresh = self._last_line = time.monotonic_ns()
 
     def __enter__(self) -> Display:
-        self._last_refresh = self._last_line = time.monotonic_ns()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.data.ranks import world_size_and_rank
 from phalanx.errors import UsageError
 from phalanx.parallel import average_gradients
 
@@ -37,8 +38,7 @@ class Replicas:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        group = dist.is_available() and dist.is_initialized()
-        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
+        self.world_size, self.rank = world_size_and_rank(None, "Trainer")
         self.model = model
         # torch.compile adds a module that forwards attributes, but changes the parameter names.
         uncompiled = getattr(model, "_orig_mod", model)
@@ -59,7 +59,7 @@ class Replicas:
             )
         first = next(self.inner.parameters(), None)
         self.device = torch.device("cpu") if first is None else first.device
-        nccl = group and dist.get_backend() == "nccl"
+        nccl = dist.is_initialized() and dist.get_backend() == "nccl"
         self._exchange_device = self.device if nccl else torch.device("cpu")
 
     @property
@@ -74,23 +74,18 @@ class Replicas:
             UsageError: Parameters or buffers differ, on every rank; or the rank or world size has
                 changed since this object was created, on this rank.
         """
-        group = dist.is_available() and dist.is_initialized()
-        rank, size = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
+        size, rank = world_size_and_rank(None, "Trainer")
         if (rank, size) != (self.rank, self.world_size):
             raise UsageError(
                 f"the trainer was created as rank {self.rank} of {self.world_size}, but this is "
                 f"rank {rank} of {size}: create it after the process group, within "
                 "phalanx.init(), and create a new one for a new group"
             )
-        names = {
-            name: f"parameter {describe_tensor(it)}" for name, it in self.inner.named_parameters()
-        }
-        names |= {
-            name: f"{names[name]}, frozen"
+        parameters = {
+            name: f"parameter {describe_tensor(it)}{'' if it.requires_grad else ', frozen'}"
             for name, it in self.inner.named_parameters()
-            if not it.requires_grad
         }
-        self._check_equal(names | self._buffers())
+        self._check_equal(parameters | self._buffers())
 
     def _buffers(self) -> dict[str, str]:
         return {name: f"buffer {describe_tensor(it)}" for name, it in self.inner.named_buffers()}

@@ -5,18 +5,15 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from phalanx.errors import UsageError
+from phalanx.train.batch_schedule import BatchSchedule
 from phalanx.train.random_generators import random_states, restore_random_states, seed_rank
-from phalanx.train.replicas import describe_tensor
-
-if TYPE_CHECKING:
-    from phalanx.train.batch_schedule import BatchSchedule
-    from phalanx.train.replicas import Replicas
-    from phalanx.train.step import Stepper
+from phalanx.train.replicas import Replicas, describe_tensor
+from phalanx.train.step import Stepper
 
 __all__ = ["TrainingState"]
 

@@ -109,11 +109,6 @@ class Stepper:
         self._dtype = None if precision is None else _DTYPES[precision]
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "float16")
 
-    @property
-    def scale(self) -> float:
-        """The factor by which the next loss is multiplied."""
-        return self.scaler.get_scale()
-
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context manager for a forward pass."""
         if self._dtype is None:
@@ -131,14 +126,14 @@ class Stepper:
             True if the optimizer made the step. The float16 scaler skips a step and reduces the
             scale if the gradients, averaged over the ranks, are not finite.
         """
-        previous_scale = self.scale
+        previous_scale = self.scaler.get_scale()
         if self._clip is not None:
             self.scaler.unscale_(self.optimizer)
             self._clip_gradients(self._clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        return self.scale >= previous_scale
+        return self.scaler.get_scale() >= previous_scale
 
     def _clip_gradients(self, max_norm: float) -> None:
         # A model whose gradients are sharded over ranks clips them itself.

@@ -229,7 +229,7 @@ class Trainer:
                 if micro_batches is None:
                     return
                 last = self._steps is not None and self.result.step + 1 >= self._steps
-                fetch = wait_for_batch if prefetch and not last else _fetch_nothing
+                fetch: _Fetch = wait_for_batch if prefetch and not last else lambda: None
                 next_micro_batches, stop_requested = self._step(
                     micro_batches, display, preemption, fetch
                 )
@@ -334,7 +334,7 @@ class Trainer:
 
     def _handle_skipped_step(self, loss: float, non_finite: str, display: Display) -> None:
         """Continue after a step that the float16 scaler skipped, or raise if it cannot help."""
-        scale = self._stepper.scale
+        scale = self._stepper.scaler.get_scale()
         if scale < _MIN_SCALE:
             reason = f", like many before it, and scaling the loss by {scale:.0e} does not help"
             self._step_sync.raise_non_finite(
@@ -415,10 +415,6 @@ class Trainer:
             + remaining
             + per_epoch * ((self._epochs or 0) - self._schedule.epoch - 1)
         )
-
-
-def _fetch_nothing() -> None:
-    """Return None: there are no micro-batches to fetch."""
 
 
 def _check_limits(epochs: int | None, steps: int | None, checkpoint_every: int | None) -> None:

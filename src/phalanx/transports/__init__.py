@@ -8,19 +8,16 @@ collectives, of shared memory and of each other. This module selects the transpo
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
 from phalanx.errors import UsageError
 from phalanx.transports import (
     shutdown_hooks as shutdown_hooks,  # must register its exit handler early
 )
 from phalanx.transports.interface import Transfer, Transport, TransportError
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
 __all__ = [
     "DEFAULT",

@@ -28,23 +28,19 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.distributed import DistError, ProcessGroupGloo
+from torch.distributed import DistError, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from phalanx import env
 from phalanx.errors import UsageError
 from phalanx.system.polling import attempts
 from phalanx.transports.interface import CompletableTransfer, Transfer, Transport, TransportError
 from phalanx.transports.shutdown_hooks import delay_shutdown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.distributed import Store  # type: ignore[attr-defined]
 
 __all__ = ["GlooTransport"]
 
@@ -61,7 +57,7 @@ _CONNECTING_SECONDS = 0.5
 _CONNECT_KEY = "{}/wants/{}"
 """Key in the store by which a rank requests a connection with a peer."""
 _LIVENESS_KEY = "{}/alive"
-"""Key with the `_LivenessListener.endpoint` of a rank; empty once the rank has left."""
+"""Key with the endpoint of a rank, its port and address; empty once the rank has left."""
 _MAX_PAUSE = 0.1
 """The longest time between two checks whether a peer requests a connection, in seconds."""
 _ABORTED = "this rank has closed its connections"
@@ -175,32 +171,11 @@ class _PeerConnection:
         """Set when the peer has received all sent data, or is gone."""
 
 
-class _LivenessListener:
-    """The port by which other ranks detect that this rank is alive.
-
-    Args:
-        address: The address to listen on.
-
-    Raises:
-        OSError: The address is not one of this machine.
-    """
-
-    def __init__(self, address: str) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
-        self.endpoint = f"{self._socket.getsockname()[1]} {address}"
-        """The port and address to give to a `_LivenessProbe`."""
-
-    def close(self) -> None:
-        """Stop listening; all probes detect it."""
-        self._socket.close()
-
-
 class _LivenessProbe:
     """A connection to a peer's port, by which this rank detects the peer's end.
 
     Args:
-        endpoint: The peer's `_LivenessListener.endpoint`.
+        endpoint: The port and the address on which the peer listens.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -230,8 +205,7 @@ class _LivenessProbe:
             self._socket = None
 
     def _connect(self) -> None:
-        family = socket.AF_INET6 if ":" in self._peer[0] else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket = socket.socket(_family(self._peer[0]), socket.SOCK_STREAM)
         self._socket.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             self._socket.connect(self._peer)
@@ -249,7 +223,10 @@ class GlooTransport(Transport):
             device = _gloo.create_device(hostname=address, lazy_init=True)
             options._devices = [device]
             self._group: Any = _gloo(store, rank, size, options)
-            self._liveness = _LivenessListener(address)
+            # Other ranks detect the end of this rank by this port, where it accepts no connection.
+            self._liveness = socket.create_server(
+                (address, 0), family=_family(address), backlog=_BACKLOG
+            )
         except (OSError, RuntimeError) as error:
             raise TransportError(-1, f"Gloo cannot listen on {address}: {_reason(error)}") from None
         self._store, self._rank = store, rank
@@ -257,7 +234,8 @@ class GlooTransport(Transport):
         self._connections = [_PeerConnection() for _ in range(size)]
         self._sent_messages: list[object] = []  # buffers that Gloo may still read
         self._is_aborted = False
-        store.set(_LIVENESS_KEY.format(rank), self._liveness.endpoint)
+        port = self._liveness.getsockname()[1]
+        store.set(_LIVENESS_KEY.format(rank), f"{port} {address}")
 
     def send(self, data: memoryview, peer: int, tag: int) -> Transfer:
         return self._post("send", data, peer, tag)
@@ -359,7 +337,7 @@ class GlooTransport(Transport):
         return False
 
     def _liveness_endpoint(self, peer: int) -> str:
-        """Return the peer's `_LivenessListener.endpoint`; raise RuntimeError if it has left."""
+        """Return the peer's endpoint for a `_LivenessProbe`; raise RuntimeError if it has left."""
         if endpoint := self._store.get(_LIVENESS_KEY.format(peer)).decode():
             return str(endpoint)
         raise RuntimeError("it has left")
@@ -424,6 +402,10 @@ class GlooTransport(Transport):
             transfer.set_work(post())
         except RuntimeError as error:
             transfer.complete(TransportError(transfer.peer, _reason(error)))
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _check_not_advertised() -> None:

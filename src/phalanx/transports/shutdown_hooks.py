@@ -13,10 +13,7 @@ import atexit
 import contextlib
 import os
 import threading
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator
 
 __all__ = ["delay_shutdown", "register_shutdown_hook"]
 

@@ -48,6 +48,7 @@ class Gradients:
     def __init__(self, shared: SharedParameters, *, nonblocking: bool) -> None:
         layout, topology = shared.layout, shared.topology
         self.memory = HostMemory(layout.bytes, topology)
+        """The memory of the averages."""
         self._parameters = shared.trained
         self._layout, self._topology = layout, topology
         self._reducer = make_reducer(layout, self.memory, topology, concurrent=nonblocking)
@@ -67,10 +68,6 @@ class Gradients:
     def is_average(self, gradient: Tensor, number: int) -> bool:
         """Return whether a gradient is the tensor of a parameter's averages, even if modified."""
         return gradient.data_ptr() == self._averages[number].data_ptr()
-
-    def average_fragment(self, start: int, end: int, number: int) -> Tensor:
-        """Return this rank's replica of a parameter's averages at bytes `start` to `end`."""
-        return self.memory.replica(start, end, self._layout.dtypes[number])
 
     def _reset(self) -> None:
         self.in_progress = False
@@ -248,7 +245,9 @@ def _ranges(layout: Layout, buffer: Callable[[int], Tensor]) -> list[list[_Bucke
 
 def _norm(own_slices: list[Tensor], topology: RankTopology, norm_type: float) -> Tensor:
     norms = [
-        torch.linalg.vector_norm(part, norm_type, dtype=_accumulation_dtype(part))
+        torch.linalg.vector_norm(
+            part, norm_type, dtype=torch.complex128 if part.is_complex() else torch.float64
+        )
         for part in own_slices
     ]
     stacked = torch.stack([*norms, torch.zeros((), dtype=torch.float64)])
@@ -258,7 +257,3 @@ def _norm(own_slices: list[Tensor], topology: RankTopology, norm_type: float) ->
         op = dist.ReduceOp.MAX if is_max_norm else dist.ReduceOp.SUM
         dist.all_reduce(total, op=op, group=topology.host_group)
     return total if is_max_norm else total.pow(1.0 / norm_type)
-
-
-def _accumulation_dtype(part: Tensor) -> torch.dtype:
-    return torch.complex128 if part.is_complex() else torch.float64

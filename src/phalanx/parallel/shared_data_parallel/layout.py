@@ -36,15 +36,10 @@ MAX_UNSPLIT_BYTES = 32 * 2**20
 
 @dataclass(frozen=True)
 class ParameterSlot:
-    """The position of a parameter, in bytes from the beginning of the memory."""
+    """The position of a parameter: bytes `start` to `end` of the memory."""
 
     start: int
-    bytes: int
-
-    @property
-    def end(self) -> int:
-        """The offset of the byte after the last one."""
-        return self.start + self.bytes
+    end: int
 
 
 @dataclass(frozen=True)
@@ -148,7 +143,7 @@ def make_layout(parameters: Sequence[Tensor], owners: int, bucket_bytes: int) ->
         for number in numbers:
             if unsplit[number] and start < offset and offset + sizes[number] > start + bucket:
                 start = offset = _append_bucket(buckets, start, offset, dtype, unit)
-            slots[number] = ParameterSlot(offset, sizes[number])
+            slots[number] = ParameterSlot(offset, offset + sizes[number])
             offset = round_up(offset + sizes[number], ALIGNMENT)
             if unsplit[number] and offset - start >= bucket:
                 start = offset = _append_bucket(buckets, start, offset, dtype, unit)

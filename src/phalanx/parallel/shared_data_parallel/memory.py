@@ -49,7 +49,13 @@ class HostMemory:
             pid, descriptor, problem = message[0]
             failure = None
             if not problem and topology.local_rank:
-                memory, failure = self._open(pid, descriptor)
+                try:
+                    memory = _native.CowMemory.open(pid, descriptor, self._size)
+                except OSError as error:
+                    failure = PhalanxError(
+                        f"cannot map the memory of a model, created by process {pid} of this host: "
+                        f"{os.strerror(error.errno or 0)}"
+                    )
             topology.barrier()
             if failure is not None:
                 raise failure
@@ -60,17 +66,6 @@ class HostMemory:
             )
         memory.close_descriptor()
         self._memory = memory
-
-    def _open(
-        self, pid: int, descriptor: int
-    ) -> tuple[_native.CowMemory | None, PhalanxError | None]:
-        try:
-            return _native.CowMemory.open(pid, descriptor, self._size), None
-        except OSError as error:
-            return None, PhalanxError(
-                f"cannot map the memory of a model, created by process {pid} of this host: "
-                f"{os.strerror(error.errno or 0)}"
-            )
 
     def replica(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """Return this rank's replica of bytes `start` to `end`, a 1-D tensor with own storage."""

@@ -143,17 +143,15 @@ class SharedDataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Run the module; in training, the next backward pass averages the gradients."""
-        if torch.is_grad_enabled():
-            if self._gradients.in_progress:
-                raise UsageError(
-                    "SharedDataParallel: an exception interrupted the last backward pass, so the "
-                    "ranks are no longer synchronized: end the job, and restart from a checkpoint"
-                )
-            self._shared.restore_views()
-            return self._forward(self.require_backward_grad_sync, *inputs, **keywords)
-        return self.module(*inputs, **keywords)
-
-    def _forward(self, synchronize: bool, *inputs: Any, **keywords: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.module(*inputs, **keywords)
+        if self._gradients.in_progress:
+            raise UsageError(
+                "SharedDataParallel: an exception interrupted the last backward pass, so the "
+                "ranks are no longer synchronized: end the job, and restart from a checkpoint"
+            )
+        self._shared.restore_views()
+        synchronize = self.require_backward_grad_sync
         self._backward_tracker.begin(synchronize)
         if self.training and self.broadcast_buffers and synchronize:
             self._broadcast_buffers()

@@ -137,19 +137,13 @@ class ShardedOptimizer(optim.Optimizer):
             for index, group in enumerate(self.param_groups)
             for parameter in group["params"]
         }
-        layout, memory = self._shared.layout, self._shared.memory
-        slices = [
-            _Slice(
-                group_of[fragment.parameter],
-                nn.Parameter(
-                    memory.shared(fragment.start, fragment.end, layout.dtypes[fragment.parameter])
-                ),
-                fragment,
-                self._gradients.average_fragment(fragment.start, fragment.end, fragment.parameter),
-            )
-            for fragment in layout.owned_fragments(self._shared.topology.local_rank)
-            if fragment.parameter in group_of
-        ]
+        layout, slices = self._shared.layout, []
+        for fragment in layout.owned_fragments(self._shared.topology.local_rank):
+            if fragment.parameter in group_of:
+                part = fragment.start, fragment.end, layout.dtypes[fragment.parameter]
+                local = nn.Parameter(self._shared.memory.shared(*part))
+                average = self._gradients.memory.replica(*part)
+                slices.append(_Slice(group_of[fragment.parameter], local, fragment, average))
         return sorted(slices, key=lambda own: own.group)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -246,7 +246,6 @@ class Contexts:
     def __init__(self, worker: int) -> None:
         self._worker = worker
         self._latest = worker << _WORKER_SHIFT
-        self._numbers = itertools.count(self._latest + 1)
         self._open: set[int] = set()
         self._lock = threading.Lock()
         self._thread = _Thread()
@@ -284,7 +283,8 @@ class Contexts:
                 "contexts cannot be nested"
             )
         with self._lock:
-            self._latest = number = next(self._numbers)
+            self._latest += 1
+            number = self._latest
             self._open.add(number)
         try:
             with self.enter(number):

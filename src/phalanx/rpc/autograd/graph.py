@@ -53,11 +53,6 @@ _LOG = logging.getLogger("phalanx.rpc")
 class PeerGraphs:
     """The connection between the graphs of workers; each method is a call to the peer's graph."""
 
-    def backward(self, peer: int, request: BackwardRequest) -> BackwardResponse:
-        """Call the peer's `backward`; block until it answers."""
-        answer: BackwardResponse = self.begin_backward(peer, request).wait()
-        return answer
-
     def begin_backward(self, peer: int, request: BackwardRequest) -> PendingCall:
         """Call the peer's `backward` without waiting for its answer."""
         return calls.begin(peer, _backward, (request,))
@@ -224,13 +219,12 @@ class AutogradGraph:
         if not received:
             return [None] * len(recv.local_sources)
         request = self._request(recv, received, remote_backward)
+        pending = self._peer_graphs.begin_backward(recv.peer, request)
         if recv.local_sources:
-            answer = self._peer_graphs.backward(recv.peer, request)
-            return self._finish(recv, request, answer, remote_backward)
-        response = self._peer_graphs.begin_backward(recv.peer, request)
+            return self._finish(recv, request, pending.wait(), remote_backward)
 
         def finish() -> None:
-            self._finish(recv, request, response.wait(), remote_backward)
+            self._finish(recv, request, pending.wait(), remote_backward)
 
         Variable._execution_engine.queue_callback(finish)
         return []

@@ -124,11 +124,9 @@ class BackwardGraph(Protocol):
         self, recv: RecvRpcBackward, gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Send gradients to the tensors' sender, and return those of `recv.local_sources`."""
-        ...
 
     def release_received(self, recv: RecvRpcBackward) -> None:
         """Record that the node has been freed."""
-        ...
 
 
 class RecvRpcBackward:

@@ -14,17 +14,15 @@ import struct
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from phalanx import env
 from phalanx.errors import UsageError
 from phalanx.system.polling import wait_until
 from phalanx.transports.interface import TransportError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
 
 __all__ = [
     "MAX_EAGER_BYTES",

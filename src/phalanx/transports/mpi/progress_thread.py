@@ -12,8 +12,9 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from phalanx.transports.interface import TransportError
 from phalanx.transports.mpi.messages import (
@@ -24,9 +25,6 @@ from phalanx.transports.mpi.messages import (
     timeout_message,
 )
 from phalanx.transports.shutdown_hooks import register_shutdown_hook
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["MpiClient", "MpiProgressThread", "get_progress_thread"]
 
@@ -59,7 +57,8 @@ class MpiProgressThread:
 
     Attributes:
         communicator: The sends and receives through MPI; only for the MPI thread.
-        stop_reason: The reason why MPI is no longer called; empty while it is called.
+        stop_reason: The reason why MPI is no longer called; empty while it is called. A transport
+            sets it in the MPI thread to end all calls.
         has_failures: Whether a group has failed, so that other processes may never end in order.
     """
 
@@ -150,14 +149,6 @@ class MpiProgressThread:
         """Start the shutdown of a transport; its messages are still delivered afterwards."""
         self._shutdown_count += 1
         self._shutting_down.append(client)
-
-    def stop(self, reason: str) -> None:
-        """Stop calling MPI, since it still refers to memory that its owners reuse.
-
-        Args:
-            reason: The reason, for errors of later calls.
-        """
-        self.stop_reason = reason
 
     # The MPI thread.
 

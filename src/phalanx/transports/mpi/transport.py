@@ -13,10 +13,10 @@ import secrets
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
-from torch.distributed import DistError
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from phalanx.transports.interface import (
     CallbackThread,
@@ -26,15 +26,8 @@ from phalanx.transports.interface import (
     Transport,
     TransportError,
 )
-from phalanx.transports.mpi.messages import MAX_EAGER_BYTES, Kind, Message
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.distributed import Store  # type: ignore[attr-defined]
-
-    from phalanx.transports.mpi.messages import Communicator
-    from phalanx.transports.mpi.progress_thread import MpiProgressThread
+from phalanx.transports.mpi.messages import MAX_EAGER_BYTES, Communicator, Kind, Message
+from phalanx.transports.mpi.progress_thread import MpiProgressThread
 
 __all__ = ["MpiTransport"]
 
@@ -138,7 +131,8 @@ class MpiTransport(Transport):
         completed = [peer.advance_shutdown() for peer in self._peers]  # a list: calls it on each
         if not all(completed):
             if time.monotonic() > self._deadline:
-                self._mpi_thread.stop(
+                # MPI still refers to memory that its owners reuse.
+                self._mpi_thread.stop_reason = (
                     "a transfer with another rank never completed, so this process can no longer "
                     "use MPI"
                 )
@@ -157,7 +151,7 @@ class MpiTransport(Transport):
 
     def _close_peers(self) -> None:
         for peer in self._peers:
-            peer.close(_CLOSED)
+            peer.close()
         self._mpi_thread.begin_shutdown(self)
 
     # Processes of the peers: each rank publishes its process in the store.
@@ -334,11 +328,11 @@ class _Peer:
         self._unexpected_messages.retain(lambda message: message.kind is Kind.EAGER)
         self._fail_unstarted(reason)
 
-    def close(self, reason: str) -> None:
+    def close(self) -> None:
         """Fail all transfers except those that MPI holds: this rank's transport is closed."""
-        self._close_reason = reason
+        self._close_reason = _CLOSED
         self._unexpected_messages.remove_all()
-        self._fail_unstarted(reason)
+        self._fail_unstarted(_CLOSED)
 
     def advance_shutdown(self) -> bool:
         """Send CLOSED to the peer once it has the data that it requested.
@@ -382,13 +376,9 @@ class _Peer:
     def _request_data(self, transfer: _MpiTransfer, offer: Message) -> None:
         """Request the data of an offer; they arrive directly in the buffer of the receive."""
         self._active_receives.append(transfer)
-        done = partial(self._receive_done, transfer)
+        done = partial(self._finish, self._active_receives, transfer)
         tag = self._communicator.receive_data(self._process, transfer.data, done)
         self._send_message(Kind.REQUEST, tag, offer.number)
-
-    def _receive_done(self, transfer: _MpiTransfer, completed: bool) -> None:
-        self._active_receives.remove(transfer)
-        transfer.finish("" if completed else self._gone_reason or _PEER_CLOSED)
 
     def _send_data(self, request: Message) -> None:
         """Send the data of an offer, or CANCELLED if the offer was withdrawn."""
@@ -397,11 +387,12 @@ class _Peer:
             self._send_message(Kind.CANCELLED, request.tag)
             return
         self._active_sends.append(transfer)
-        done = partial(self._send_done, transfer)
+        done = partial(self._finish, self._active_sends, transfer)
         self._communicator.send_data(self._process, transfer.data, request.tag, done)
 
-    def _send_done(self, transfer: _MpiTransfer, completed: bool) -> None:
-        self._active_sends.remove(transfer)
+    def _finish(self, active: list[_MpiTransfer], transfer: _MpiTransfer, completed: bool) -> None:
+        """Finish a transfer that MPI no longer holds."""
+        active.remove(transfer)
         transfer.finish("" if completed else self._gone_reason or _PEER_CLOSED)
 
     def _fail_unstarted(self, reason: str) -> None:

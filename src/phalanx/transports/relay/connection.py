@@ -13,7 +13,12 @@ from zmq.utils.monitor import recv_monitor_message
 from phalanx.system.curve import HANDSHAKE_FAILURES
 from phalanx.system.polling import EventFd
 from phalanx.transports.interface import CallbackThread, TransportError
-from phalanx.transports.relay.protocol import Frame, configure_client
+from phalanx.transports.relay.protocol import (
+    Frame,
+    client_key_pair,
+    configure,
+    server_key_pair,
+)
 
 __all__ = ["Listener", "RelayConnection"]
 
@@ -55,7 +60,7 @@ class RelayConnection:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # the relay would not know this process
-        configure_client(self._socket, endpoint, key)
+        configure(self._socket, endpoint, client_key_pair(key), server_key_pair(key).public)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._listeners: dict[bytes, Listener] = {}
         self._send_queue: deque[tuple[bytes, bytes]] = deque()

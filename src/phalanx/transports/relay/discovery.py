@@ -7,11 +7,13 @@ import os
 import secrets
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import zmq
+from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
 from phalanx import env, key
+from phalanx.address import url_host
 from phalanx.errors import UsageError
 from phalanx.system.host_identity import host_identity
 from phalanx.system.polling import attempts, wait_until
@@ -20,9 +22,6 @@ from phalanx.transports.relay.connection import RelayConnection
 from phalanx.transports.relay.protocol import CHANNEL_BYTES
 from phalanx.transports.relay.server import RelayServer
 from phalanx.transports.shutdown_hooks import register_shutdown_hook
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
 __all__ = ["RelayAccess", "connect", "disconnect"]
 
@@ -111,14 +110,16 @@ def disconnect(access: RelayAccess, rank: int) -> None:
     if access.server is not None:
         server = access.server
         wait_until(
-            lambda: not server.has_others(access.channel, rank), _DRAIN_SECONDS, longest=_PAUSE
+            lambda: not server.channels.has_others(access.channel, rank),
+            _DRAIN_SECONDS,
+            longest=_PAUSE,
         )
     with _lock:
         if access.connection.remove_listener(access.channel):
             for endpoint in [e for e, c in _process.connections.items() if c is access.connection]:
                 del _process.connections[endpoint]
             access.connection.close()
-        if _process.server is not None and not _process.server.has_ranks:
+        if _process.server is not None and not _process.server.channels.has_ranks:
             _process.server.close()
             _process.server = None
 
@@ -160,18 +161,16 @@ def _wait_for_location(store: Store) -> dict[str, str]:
 def _start_server(secret: bytes, address: str) -> RelayServer:
     mode, path = env.relay()
     if mode == "listen":
-        server = RelayServer(secret, f"ipc://{path}")
-    else:
-        _, port = env.advertised_address()
-        server = RelayServer(secret, f"tcp://{_bracketed(address)}:{port or '*'}")
-    return server
+        return RelayServer(secret, f"ipc://{path}")
+    _, port = env.advertised_address()
+    return RelayServer(secret, f"tcp://{url_host(address)}:{port or '*'}")
 
 
 def _drain() -> None:
     """Wait at the end of this process, for 2 s at most, until no rank uses its relay."""
     server = _process.server
     if server is not None and _process.pid == os.getpid():
-        wait_until(lambda: not server.has_ranks, _DRAIN_SECONDS, longest=_PAUSE)
+        wait_until(lambda: not server.channels.has_ranks, _DRAIN_SECONDS, longest=_PAUSE)
         server.close()
 
 
@@ -181,7 +180,7 @@ def _endpoints(server: RelayServer, address: str) -> dict[str, str]:
         return {"remote": _TUNNEL, "local": server.endpoint, "network": ""}
     host, _ = env.advertised_address()
     port = server.endpoint.rpartition(":")[2]
-    remote = f"tcp://{_bracketed(host or address)}:{port}"
+    remote = f"tcp://{url_host(host or address)}:{port}"
     return {"remote": remote, "local": server.endpoint, "network": _network()}
 
 
@@ -204,10 +203,6 @@ def _network() -> str:
     Processes with the same identifier can reach each other at any of their addresses.
     """
     return host_identity("net")
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
 
 
 register_shutdown_hook(_drain)

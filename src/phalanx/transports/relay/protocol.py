@@ -24,8 +24,7 @@ __all__ = [
     "Kind",
     "LeaveReason",
     "client_key_pair",
-    "configure_client",
-    "configure_server",
+    "configure",
     "server_key_pair",
 ]
 
@@ -116,19 +115,10 @@ class Frame(NamedTuple):
         return cls(Kind(kind), *rest)
 
 
-def configure_server(socket: zmq.Socket[bytes], endpoint: str, key: bytes) -> None:
-    """Prepare the socket of the relay, which binds `endpoint`."""
-    _configure(socket, endpoint, server_key_pair(key))
-
-
-def configure_client(socket: zmq.Socket[bytes], endpoint: str, key: bytes) -> None:
-    """Prepare the socket of a client of the relay, which connects to `endpoint`."""
-    _configure(socket, endpoint, client_key_pair(key), server_key_pair(key).public)
-
-
-def _configure(
+def configure(
     socket: zmq.Socket[bytes], endpoint: str, own: curve.KeyPair, server: bytes = b""
 ) -> None:
+    """Prepare a socket of the relay or of a client; for the arguments see `curve.configure`."""
     curve.configure(
         socket,
         endpoint,

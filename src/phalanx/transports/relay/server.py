@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import zmq
 from zmq.utils import z85
@@ -24,11 +24,9 @@ from phalanx.transports.relay.protocol import (
     Kind,
     LeaveReason,
     client_key_pair,
-    configure_server,
+    configure,
+    server_key_pair,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["RelayServer"]
 
@@ -60,7 +58,7 @@ class RelayServer:
         self._zap.bind(_ZAP)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        configure_server(self._socket, endpoint, key)
+        configure(self._socket, endpoint, server_key_pair(key))
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         try:
             self._socket.bind(endpoint)
@@ -69,22 +67,14 @@ class RelayServer:
             raise
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         """The endpoint to connect to."""
-        self._channels = ChannelRegistry()
+        self.channels = ChannelRegistry()
+        """The ranks in all channels; other threads may only ask which there are."""
         self._connections: dict[int, bytes] = {}
         self._warnings: set[str] = set()
         self._eventfd = EventFd()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="phalanx-relay", daemon=True)
         self._thread.start()
-
-    def has_others(self, channel: bytes, rank: int) -> bool:
-        """Return whether ranks other than this one are in a channel."""
-        return self._channels.has_others(channel, rank)
-
-    @property
-    def has_ranks(self) -> bool:
-        """True if any rank is in any channel."""
-        return self._channels.has_ranks
 
     def close(self) -> None:
         """Stop the relay; processes that are still connected lose their connection."""
@@ -138,7 +128,7 @@ class RelayServer:
             pass
         gone += [self._connections.pop(each) for each in unknown if each in self._connections]
         for process in gone:
-            for frame, target in self._channels.remove_process(process):
+            for frame, target in self.channels.remove_process(process):
                 self._send(target, [frame.pack()])
 
     def _forward(self) -> bool:
@@ -163,9 +153,9 @@ class RelayServer:
         if frame.kind in _KINDS_FROM_RELAY:
             raise ValueError(f"{frame.kind.name} from a process")
         if frame.kind in _KINDS_TO_RELAY:
-            for response, target in self._channels.handle_frame(process, frame):
+            for response, target in self.channels.handle_frame(process, frame):
                 self._send(target, [response.pack()])
-        elif (route := self._channels.route(process, frame)) is not None:
+        elif (route := self.channels.route(process, frame)) is not None:
             rank, target = route
             self._send(target, [frame._replace(peer=rank).pack(), *parts[1:]])
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
 from phalanx.system.polling import wait_until
 from phalanx.transports.interface import (
@@ -16,14 +19,8 @@ from phalanx.transports.interface import (
     TransportError,
 )
 from phalanx.transports.relay import discovery
+from phalanx.transports.relay.connection import RelayConnection
 from phalanx.transports.relay.protocol import MAX_DATA_BYTES, Frame, Kind, LeaveReason
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
-
-    from phalanx.transports.relay.connection import RelayConnection
 
 __all__ = ["RelayTransport"]
 
@@ -106,16 +103,15 @@ class _RelayTransfer(CompletableTransfer):
         self.transferred = self.granted = 0
 
 
-class _UnexpectedMessage:
+class _UnexpectedMessage(NamedTuple):
     """A message that has arrived before its recv was posted.
 
     It has either its data, or a number with which to request them.
     """
 
-    def __init__(self, size: int, number: int, data: bytes | None) -> None:
-        self.size = size
-        self.number = number
-        self.data = data
+    size: int
+    number: int
+    data: bytes | None
 
 
 class _Peer:
