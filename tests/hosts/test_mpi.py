@@ -404,7 +404,7 @@ START_MPI = "from phalanx.transports.mpi import get_progress_thread; get_progres
         (
             "import sys; sys.modules['mpi4py'] = None; " + START_MPI,
             {},
-            'MPI needs mpi4py, which is not installed: pip install "phalanx[mpi]"',
+            "MPI needs mpi4py, which is not installed: pip install mpi4py",
         ),
     ],
 )

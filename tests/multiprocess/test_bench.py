@@ -198,7 +198,7 @@ def test_no_rank_or_file_outlives_a_killed_parent(
         ("--systems nccl", "system 'nccl' given, expected"),
         ("--sizes 6", "size '6' given, expected a multiple of 4 bytes (float32)"),
         ("--plot figures.pdfx", "expected a name that ends with .png or .svg"),
-        ("--output no/such/folder.json", "there is no folder"),
+        ("--output no/such/folder.json", "there is no directory"),
         ("--from none.json", "give the file of the plot with --plot"),
         ("--from none.json --plot a.png", "can't read none.json"),
         (

@@ -158,7 +158,7 @@ def test_peers_that_ssh_does_not_reach(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "text"),
     [
-        (("--output", "/nowhere/found.json"), {}, "there is no folder /nowhere"),
+        (("--output", "/nowhere/found.json"), {}, "there is no directory /nowhere"),
         (
             ("--peers", "a"),
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},

@@ -10,7 +10,8 @@
 - `results`: the results and their JSON; `table` and `plot` show them.
 
 With `phalanx bench --algorithms`, the systems run the all-reduces of `phalanx.parallel` beside
-their own, for several world sizes one after another. docs/algorithms.md interprets the results.
+their own, for several world sizes one after another. The page "All-reduce algorithms" of the
+documentation interprets the results.
 
 The processes of MPI do not import torch, and nothing here imports MPI or matplotlib until it is
 needed.

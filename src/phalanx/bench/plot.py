@@ -8,6 +8,7 @@ from phalanx.bench.operations import OPERATIONS
 from phalanx.bench.plan import Variant, format_size
 from phalanx.bench.systems import SYSTEMS
 from phalanx.errors import UsageError
+from phalanx.system.extras import install_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -58,7 +59,7 @@ def check_plot(path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError:
-        raise UsageError('plotting requires matplotlib: pip install "phalanx[bench]"') from None
+        raise UsageError(f"plotting requires matplotlib: {install_command('bench')}") from None
     formats = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in formats:
         raise UsageError(f"plot {str(path)!r} given, expected a name that ends with .png or .svg")

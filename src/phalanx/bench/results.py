@@ -143,8 +143,12 @@ def read(path: Path, *, algorithms: bool = False) -> list[Report]:
     """
     try:
         document = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"can't read {path}: {error}") from None
+    except OSError as error:
+        raise UsageError(f"can't read {path}: {error.strerror}") from None
+    except ValueError:
+        raise UsageError(
+            f"can't read {path}, which is not JSON: expected a file of phalanx bench --output"
+        ) from None
     found = document.pop("format", None) if isinstance(document, dict) else None
     if found != FORMATS[algorithms]:
         command = f"phalanx bench {'--algorithms ' * algorithms}--output"

@@ -5,8 +5,8 @@ Each system has its own set of processes. Open MPI, MPICH and mpi4py are wheels 
 selects the library that mpi4py loads. Both wheels install a program `mpiexec`, and the last one
 installed overwrites the other, so each library is started by its own launcher.
 
-Each baseline runs with the settings that were fastest for it (`docs/design/bench.md`). All settings
-are environment variables; values that the user has set take precedence.
+Each baseline runs with the settings that were fastest for it (see the design note on benchmarks).
+All settings are environment variables; values that the user has set take precedence.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.bench.machine import single_copy_works
 from phalanx.launcher.host_resources import rank_defaults, usable_cores
+from phalanx.system.extras import install_command
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,8 +31,6 @@ SYSTEMS = ("phalanx", "phalanx-shared", "gloo", "openmpi", "mpich")
 """Every system, in the order of the table's columns."""
 
 MPI = ("openmpi", "mpich")
-
-_INSTALL = 'pip install "phalanx[bench]"'
 
 # Keeps freed memory in the process. Otherwise the kernel maps and clears the scratch buffer of each
 # large reduction anew, which takes longer than the reduction.
@@ -137,11 +136,13 @@ def _find_wheel(name: str) -> tuple[Path, Path]:
     """
     names = {"openmpi": ("libmpi.so.40", "prterun"), "mpich": ("libmpi.so.12", "mpiexec.hydra")}
     if importlib.util.find_spec("mpi4py") is None:
-        raise UnavailableError(f"mpi4py is not installed: {_INSTALL}")
+        raise UnavailableError(f"mpi4py is not installed: {install_command('bench')}")
     try:
         files = importlib.metadata.files(name) or []
     except importlib.metadata.PackageNotFoundError:
-        raise UnavailableError(f"the wheel {name} is not installed: {_INSTALL}") from None
+        raise UnavailableError(
+            f"the wheel {name} is not installed: {install_command('bench')}"
+        ) from None
     found = {file.name: Path(str(file.locate())).resolve() for file in files}
     missing = [file for file in names[name] if file not in found or not found[file].is_file()]
     if missing:

@@ -8,7 +8,7 @@
 - `safetensors`: the format of the files that hold the tensors.
 - `files`: file input and output with checksums.
 
-docs/design/checkpoints.md explains the design.
+The design note "Checkpoints" explains the design.
 """
 
 from phalanx.checkpoints.checkpointer import (

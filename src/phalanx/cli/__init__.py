@@ -4,8 +4,8 @@ A subcommand's module defines `command`, a function that typer turns into option
 if it needs them, `SETTINGS` for `typer.Typer.command`. It imports torch, and whatever imports
 torch, inside the function, so that `phalanx --help` is fast.
 
-Exit codes: 0, 2 for wrong usage, 130 after Ctrl-C, otherwise the code of the subcommand.
-Expected errors are printed in one line, without a stack trace.
+`phalanx.system.exit_codes` defines the exit codes. Expected errors are printed in one line, without
+a stack trace.
 """
 
 import importlib
@@ -16,6 +16,8 @@ from importlib import metadata
 from typing import Annotated, Any
 
 import typer
+
+from phalanx.system import exit_codes
 
 __all__ = ["COMMANDS", "main", "make_app"]
 
@@ -30,6 +32,7 @@ def make_app() -> typer.Typer:
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
+        epilog=_describe_exit_codes(),
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_options)
@@ -60,12 +63,12 @@ def main() -> None:
     try:
         make_app()(prog_name="phalanx")
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(exit_codes.INTERRUPTED)
     except Exception as error:
         code = _exit_code(error)
         if code is None:
             raise
-        sys.stderr.write(f"phalanx: error: {error}\n")
+        sys.stderr.write(f"phalanx: error: {_describe_error(error)}\n")
         sys.exit(code)
     finally:
         _flush_stdout()
@@ -87,10 +90,24 @@ def _flush_stdout() -> None:
 
 
 def _exit_code(error: Exception) -> int | None:
-    """Return 2 for a usage error, 1 for another error of Phalanx, None for a bug."""
+    """Return the code for an error of the user, of Phalanx or of a file; None for a bug."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return exit_codes.FAILURE
     errors = sys.modules.get("phalanx.errors")  # if it is not loaded, the error is from elsewhere
     if errors is None:
         return None
     if isinstance(error, errors.UsageError):
-        return 2
-    return 1 if isinstance(error, errors.PhalanxError) else None
+        return exit_codes.USAGE
+    return exit_codes.FAILURE if isinstance(error, errors.PhalanxError) else None
+
+
+def _describe_error(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def _describe_exit_codes() -> str:
+    """Return the table of exit codes, one paragraph for rich's markup."""
+    lines = (f"{code:>7}  {meaning}" for code, meaning in exit_codes.MEANINGS.items())
+    return "\n".join(["Exit codes:", *lines])

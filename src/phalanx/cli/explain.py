@@ -4,6 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
+from phalanx.cli.output import AsJson, Output, check_writable, make_console, write_json
+
 SETTINGS: dict[str, Any] = {
     "help": "\n\n".join(
         (
@@ -16,7 +18,7 @@ SETTINGS: dict[str, Any] = {
             "[bold]phalanx explain 20261121-0901-k3f9x2[/]\n"
             "  a job listed by phalanx jobs; a unique prefix of its name is enough\n"
             "[bold]phalanx explain --json | jq .diagnosis[/]\n"
-            "  for programs",
+            "  for programs; the other keys are job, ranks, advice, problems and workers",
         )
     ),
     "epilog": "The exit code is 0 if the job could be read, even if it has failed; 2 if there is "
@@ -33,12 +35,8 @@ def command(
             show_default=False,
         ),
     ] = None,
-    json: Annotated[
-        bool,
-        typer.Option(
-            "--json", help="Print JSON, as described in docs/when-a-job-hangs-or-dies.md."
-        ),
-    ] = False,
+    json: AsJson = False,
+    output: Output = None,
 ) -> None:
     """Read a job and print its explanation."""
     import sys
@@ -46,14 +44,14 @@ def command(
     from phalanx.observe.explain import as_json, as_text, explain
     from phalanx.observe.job_reader import read_job
 
+    check_writable(output)
     found = read_job(job)
+    if json or output is not None:
+        write_json(as_json(found), json, output)
     if json:
-        import json as format_
-
-        print(format_.dumps(as_json(found), indent=2))
-    elif sys.stdout.isatty():
-        from rich.console import Console
-
-        Console(highlight=False).print(explain(found))
+        return
+    console = make_console()
+    if console.is_terminal:
+        console.print(explain(found))
     else:
         print(as_text(found, sys.stdout.encoding or "utf-8"), end="")

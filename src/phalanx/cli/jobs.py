@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from phalanx.cli.output import AsJson, Output, check_writable, make_console, write_json
+from phalanx.system import exit_codes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,7 +32,9 @@ SETTINGS: dict[str, Any] = {
             "  explain a job; a unique prefix of its name is enough\n"
             "[bold]phalanx jobs --remove 20261121-0901-k3f9x2[/]\n"
             "  remove a job that has ended\n"
-            "[bold]phalanx jobs --remove-ended[/]\n  remove all jobs that have ended",
+            "[bold]phalanx jobs --remove-ended[/]\n  remove all jobs that have ended\n"
+            "[bold]phalanx jobs --json | jq '.\\[].name'[/]\n"
+            "  for programs: a list of objects, with times in Unix seconds",
         )
     )
 }
@@ -39,12 +43,11 @@ _COLORS = {"running": "green", "failed": "red", "finished": "default"}
 
 
 def command(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON: a list of objects, times in Unix seconds.")
-    ] = False,
+    as_json: AsJson = False,
+    output: Output = None,
     remove: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Remove this job if it has ended. May be repeated."),
+        typer.Option(metavar="JOB", help="Remove this job if it has ended. May be repeated."),
     ] = None,
     remove_ended: Annotated[
         bool, typer.Option("--remove-ended", help="Remove all jobs that have ended.")
@@ -52,11 +55,17 @@ def command(
 ) -> None:
     """List or remove jobs."""
     if remove or remove_ended:
+        if as_json or output is not None:
+            from phalanx.errors import UsageError
+
+            raise UsageError("--json and --output are for the list of jobs: omit them or --remove")
         _remove(remove or [], ended=remove_ended)
         return
+    check_writable(output)
     jobs, errors = _read_summaries()
+    write_json([dataclasses.asdict(job) for job in jobs], as_json, output)
     if as_json:
-        print(json.dumps([dataclasses.asdict(job) for job in jobs], indent=2))
+        pass
     elif jobs:
         _print_table(jobs)
     else:
@@ -104,13 +113,11 @@ def _remove(names: list[str], *, ended: bool) -> None:
             failed = True
             sys.stderr.write(f"phalanx: error: {error}\n")
     if failed:
-        raise typer.Exit(2)
+        raise typer.Exit(exit_codes.USAGE)
 
 
 def _print_table(jobs: list[JobSummary]) -> None:
-    from rich.console import Console
-
-    Console(highlight=False).print(_build_table(jobs))
+    make_console().print(_build_table(jobs))
 
 
 def _build_table(jobs: list[JobSummary]) -> Table:

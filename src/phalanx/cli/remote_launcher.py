@@ -19,6 +19,7 @@ from typing import Any
 from phalanx import __version__
 from phalanx.launcher.failures import STOPPED
 from phalanx.launcher.ssh.protocol import HEARTBEAT_TIMEOUT, pack, unpack
+from phalanx.system import exit_codes
 from phalanx.system.ssh import LineSplitter
 
 __all__ = ["main"]
@@ -137,7 +138,7 @@ def _watch_channel(
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(stop_timeout)
     # The main thread hangs and handles no signal. The kernel ends the ranks with this process.
-    os._exit(1)
+    os._exit(exit_codes.FAILURE)
 
 
 def _run(start: dict[str, Any], finished: threading.Event) -> dict[str, Any]:
@@ -146,7 +147,8 @@ def _run(start: dict[str, Any], finished: threading.Event) -> dict[str, Any]:
         os.chdir(start["directory"])
     except OSError as error:
         return _make_end_message(
-            2, f"can't use directory {start['directory']}: {error.strerror}; create it there"
+            exit_codes.USAGE,
+            f"can't use directory {start['directory']}: {error.strerror}; create it there",
         )
     os.environ.update(start["environment"])
     sys.argv = ["phalanx", "run", *start["arguments"]]  # the command in the lists of jobs
@@ -163,11 +165,11 @@ def _run(start: dict[str, Any], finished: threading.Event) -> dict[str, Any]:
     try:
         outcome = run(parse_arguments(["--key-fd", str(key), *start["arguments"]]))
     except UsageError as error:
-        return _make_end_message(2, str(error))
+        return _make_end_message(exit_codes.USAGE, str(error))
     except PhalanxError as error:  # a failed rendezvous: another host may know the cause
-        return _make_end_message(1, str(error), distance=1)
+        return _make_end_message(exit_codes.FAILURE, str(error), distance=1)
     except KeyboardInterrupt:
-        return _make_end_message(128 + signal.SIGINT, "stopped by SIGINT", distance=STOPPED)
+        return _make_end_message(exit_codes.INTERRUPTED, "stopped by SIGINT", distance=STOPPED)
     finally:
         finished.set()  # from now on there are no ranks to stop
     if outcome.is_remote:

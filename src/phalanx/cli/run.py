@@ -56,7 +56,8 @@ SETTINGS: dict[str, Any] = {
     "cls": _UnparsedCommand,
     "help": _HELP,
     "options_metavar": "[OPTIONS] SCRIPT [ARGS]...",
-    "epilog": "All other options of torchrun are accepted too.",
+    "epilog": "All other options of torchrun are accepted too. `phalanx --help` lists the exit "
+    "codes.",
 }
 
 _HOSTS = "Several hosts"

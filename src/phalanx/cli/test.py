@@ -5,6 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
+from phalanx.cli.output import AsJson, Output, check_writable, make_console, write_json
+from phalanx.system import exit_codes
+
 SETTINGS: dict[str, Any] = {
     "help": "\n\n".join(
         (
@@ -21,7 +24,7 @@ SETTINGS: dict[str, Any] = {
 
 def command(
     nprocs: Annotated[
-        int, typer.Option("--nproc-per-node", help="Number of ranks.", min=1, max=64)
+        int, typer.Option("--nproc-per-node", help="Number of ranks.", min=2, max=64)
     ] = 2,
     timeout: Annotated[
         float, typer.Option(help="Timeout of an operation in seconds.", min=1)
@@ -29,30 +32,38 @@ def command(
     seed: Annotated[
         int | None, typer.Option(help="Seed of the inputs; random by default.", min=0)
     ] = None,
+    as_json: AsJson = False,
+    output: Output = None,
 ) -> None:
     """Run the self-check and print its results."""
-    from rich.console import Console
-
     import phalanx
     from phalanx.launcher.launch import launch
     from phalanx.testing.selfcheck import SIZES, check
 
-    console = Console(highlight=False)
+    check_writable(output)
+    console = make_console(stderr=as_json)
     seed = secrets.randbelow(2**31) if seed is None else seed
     console.print(f"Phalanx {phalanx.__version__}: {nprocs} ranks, seed {seed}")
     with console.status("starting ranks and checking"):
         reports = launch(check, nprocs, (seed, timeout))
-    wrong = 0
+    failures = [
+        {"operation": name, "rank": rank, "reason": report[name]}
+        for name in reports[0]
+        for rank, report in enumerate(reports)
+        if report[name]
+    ]
     for name in reports[0]:
-        failures = [f"rank {r}: {report[name]}" for r, report in enumerate(reports) if report[name]]
-        wrong += bool(failures)
-        console.print(f"  {'[red]wrong[/]' if failures else '[green]ok[/]':<6} {name}")
-        for failure in failures:
-            console.print(f"         {failure}")
+        found_here = [failure for failure in failures if failure["operation"] == name]
+        console.print(f"  {'[red]wrong[/]' if found_here else '[green]ok[/]':<6} {name}")
+        for failure in found_here:
+            console.print(f"         rank {failure['rank']}: {failure['reason']}")
+    wrong = len({failure["operation"] for failure in failures})
+    found = {"version": phalanx.__version__, "ranks": nprocs, "seed": seed, "ok": not wrong}
+    write_json({**found, "operations": list(reports[0]), "failures": failures}, as_json, output)
     sizes = ", ".join(str(size) for size in SIZES)
     if wrong:
         console.print(f"[red]{wrong} of {len(reports[0])} operations are wrong[/]")
-        raise typer.Exit(1)
+        raise typer.Exit(exit_codes.FAILURE)
     console.print(
         f"[green]all {len(reports[0])} operations agree with numpy[/] ({sizes} elements each)"
     )

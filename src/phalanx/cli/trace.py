@@ -1,9 +1,13 @@
 """`phalanx trace`: a timeline of all ranks of a job."""
 
+import dataclasses
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from phalanx.cli.output import AsJson, write_json
+from phalanx.system.extras import install_command
 
 if TYPE_CHECKING:
     from phalanx.observe.model import Job
@@ -22,7 +26,7 @@ SETTINGS: dict[str, Any] = {
             "other ranks. The last few thousand operations of each rank are available.",
             "[bold]phalanx trace[/]\n  the newest job, to JOB.pftrace\n"
             "[bold]phalanx trace 20261121 -o slow.pftrace[/]\n  another job, to slow.pftrace",
-            'Requires: pip install "phalanx\\[trace]"',
+            f"Requires: {install_command('trace')}",
         )
     )
 }
@@ -42,6 +46,7 @@ def command(
     force: Annotated[
         bool, typer.Option("--force", "-f", help="Replace the file if it exists.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write the timeline of a job."""
     from phalanx.errors import UsageError
@@ -53,7 +58,12 @@ def command(
     if not any(rank.pid for rank in found.ranks):
         raise UsageError(f"job {found.name} has no timeline: none of its ranks left a record")
     path = output or Path(f"{found.name}.pftrace")
-    _print_summary(path, found, _write(path, found, force))
+    written = _write(path, found, force)
+    if as_json:
+        counts = [dataclasses.asdict(rank) for rank in written]
+        write_json({"file": str(path), "job": found.name, "ranks": counts}, as_json, None)
+    else:
+        _print_summary(path, found, written)
 
 
 def _write(path: Path, job: "Job", force: bool) -> "list[OperationCounts]":

@@ -2,12 +2,16 @@
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
+
+from phalanx.cli.output import AsJson, Output, make_console, open_output
+from phalanx.system import exit_codes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,12 +32,12 @@ SETTINGS: dict[str, Any] = {
             "the values given to phalanx.report(step=..., loss=...).",
             "[bold]phalanx watch[/]\n  the newest job\n"
             "[bold]phalanx watch --once[/]\n  print the table once, with all ranks\n"
-            "[bold]phalanx watch --json | jq .straggler[/]\n  for programs",
+            "[bold]phalanx watch --json | jq .straggler[/]\n"
+            "  for programs: an object for each refresh, on a line of its own, in FILE as well",
         )
     )
 }
 
-_PLAIN_WIDTH = 200
 _GRACE_SECONDS = 5.0
 """Seconds in which a launcher may record the end of a job after its processes have ended."""
 
@@ -50,20 +54,20 @@ def command(
     ] = 1.0,
     once: Annotated[
         bool,
-        typer.Option("--once", help="Print the table once. Default when stdout is not a terminal."),
+        typer.Option(
+            "--once",
+            help="Print the table once. Default when stdout is not a terminal that can redraw.",
+        ),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per line for each refresh.")
-    ] = False,
+    as_json: AsJson = False,
+    output: Output = None,
 ) -> None:
     """Watch a job until it ends."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _PLAIN_WIDTH
-        once = once or not as_json
-    readings = _Readings(job, interval, once)
+    console = make_console()
+    can_redraw = sys.stdout.isatty() and not console.is_dumb_terminal
+    once = once or not (can_redraw or as_json)
+    file = None if output is None else open_output(output)
+    readings = _Readings(job, interval, once, file)
     try:
         if as_json:
             _print_json(readings)
@@ -74,24 +78,33 @@ def command(
     except KeyboardInterrupt:
         if not as_json:
             console.print("Stopped watching; the job continues.")
-        raise typer.Exit(0) from None
+        raise typer.Exit(exit_codes.SUCCESS) from None
     except BrokenPipeError:  # the reader of the output is gone
-        raise typer.Exit(0) from None
+        raise typer.Exit(exit_codes.SUCCESS) from None
+    finally:
+        if file is not None:
+            file.close()
     succeeded, text = readings.outcome
     if text and not as_json:
         console.print(text, soft_wrap=True, markup=False)
-    raise typer.Exit(0 if succeeded else 1)
+    raise typer.Exit(exit_codes.SUCCESS if succeeded else exit_codes.FAILURE)
 
 
 class _Readings:
-    """Readings of a job: one per interval until it has ended, or a single one."""
+    """Readings of a job: one per interval until it has ended, or a single one.
 
-    def __init__(self, name: str | None, interval: float, once: bool) -> None:
+    Each is written to `file` as a line of JSON, unless that is None.
+    """
+
+    def __init__(
+        self, name: str | None, interval: float, once: bool, file: TextIO | None = None
+    ) -> None:
         from phalanx.observe.watch import WINDOW
 
         self._name = name
         self._interval = interval
         self._once = once
+        self._file = file
         self._last: Job | None = None
         self._removed = False
         self.window = max(interval, WINDOW)
@@ -139,6 +152,8 @@ class _Readings:
             if self._last is not None:  # this reading was selected by name
                 job = replace(job, other_jobs=self._last.other_jobs)
             self._last, self._name = job, job.name
+            if self._file is not None:
+                print(_as_line(job, self.window), file=self._file, flush=True)
             yield job
             ended_since = (ended_since or began) if self._has_ended(job) else None
             grace = self._get_grace_seconds(job)
@@ -157,12 +172,14 @@ class _Readings:
 
 
 def _print_json(readings: _Readings) -> None:
+    for job in readings:
+        print(_as_line(job, readings.window), flush=True)
+
+
+def _as_line(job: "Job", window: float) -> str:
     from phalanx.observe.watch import as_json, build_view
 
-    for job in readings:
-        print(
-            json.dumps(as_json(job, build_view(job, readings.window)), allow_nan=False), flush=True
-        )
+    return json.dumps(as_json(job, build_view(job, window)), allow_nan=False)
 
 
 def _print(readings: _Readings, console: "Console") -> None:

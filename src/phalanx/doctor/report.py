@@ -1,6 +1,6 @@
 """Reports of the findings and of the network between hosts: text for people, JSON for programs.
 
-docs/doctor.md describes the JSON schema.
+The page "The doctor" of the documentation describes the JSON schema.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from phalanx import env
 from phalanx.doctor.finding import Finding, FindingFactory
 from phalanx.errors import UsageError
+from phalanx.system.extras import install_command
 from phalanx.torch_versions import SUPPORTED, is_tested
 
 __all__ = ["check_environment", "check_libraries", "check_versions"]
@@ -82,7 +83,8 @@ def _core() -> Finding:
         return _versions.problem(
             "phalanx",
             f"Phalanx {version}, whose core can't be loaded: {error}",
-            "Install it again with the Python that you use: pip install --force-reinstall phalanx.",
+            "Install it again with the Python that you use: pip install --force-reinstall "
+            "--no-deps . in a checkout of Phalanx.",
             version=version,
         )
     kernels = _native.instruction_set()
@@ -176,8 +178,8 @@ def _zeromq() -> Finding:
     return _transports.note(
         "zeromq",
         "pyzmq is not installed",
-        "Needed only for the transport relay, if hosts can't reach each other: "
-        "pip install 'phalanx[relay]'.",
+        "Needed only for the transport relay, if hosts can't reach each other, and for phalanx.rpc "
+        f"between hosts: {install_command('relay')}.",
         version=None,
     )
 

@@ -12,7 +12,7 @@
   once, and updates by calls, or by trainers on the servers' host without a remote call.
 - `sharded_embedding_bag`: `ShardedEmbeddingBag`, like `torch.nn.EmbeddingBag`, over servers.
 
-docs/design/embedding.md explains the design.
+The design note "Embedding tables" explains the design.
 """
 
 from phalanx.embedding.optimizers import SGD, Adagrad, Adam

@@ -14,5 +14,6 @@
   of ranks that `mpirun` or `srun` has started. `store` hosts the ranks' store, makes the
   variables from which ranks find it, connects to it and reports on it.
 
-The package imports neither torch nor the backend. See docs/design/launch.md for the reasons.
+The package imports neither torch nor the backend. The design note on launching gives
+the reasons.
 """

@@ -50,6 +50,7 @@ from phalanx.launcher.output_forwarder import Exit, OutputForwarder, Sink
 from phalanx.launcher.rendezvous import HostRendezvous, open_rendezvous
 from phalanx.launcher.store import HOST
 from phalanx.observe.launcher_log_writer import LauncherLogWriter
+from phalanx.system.exit_codes import for_signal
 from phalanx.system.processes import signal_group
 from phalanx.torch_versions import shutdown_timeout
 
@@ -102,7 +103,9 @@ def run(args: Namespace) -> HostOutcome:
         try:
             return _run(job)
         except SignalException as caught:  # a second signal, while the job was ending
-            return HostOutcome(128 + caught.sigval, "", f"stopped by {caught.sigval.name}", STOPPED)
+            return HostOutcome(
+                for_signal(caught.sigval), "", f"stopped by {caught.sigval.name}", STOPPED
+            )
 
 
 def _run(job: Job) -> HostOutcome:
@@ -290,7 +293,9 @@ class _Agent(LocalElasticAgent):
             # A signal: the ranks on other hosts are about to lose those on this one.
             is_final = not self._is_optional()
             text = f"stopped by {args[0].name}"
-            self.coordinator.report(text, 128 + args[0], is_final=is_final, has_left=not is_final)
+            self.coordinator.report(
+                text, for_signal(args[0]), is_final=is_final, has_left=not is_final
+            )
         super()._shutdown(*args, **options)
         self._record_exit_codes()
 
@@ -506,7 +511,9 @@ def _run_agent(agent: _Agent, endpoint: str) -> HostOutcome:
     try:
         result = agent.run()
     except SignalException as caught:
-        return HostOutcome(128 + caught.sigval, "", f"stopped by {caught.sigval.name}", STOPPED)
+        return HostOutcome(
+            for_signal(caught.sigval), "", f"stopped by {caught.sigval.name}", STOPPED
+        )
     except UsageError:
         raise
     except (LaunchError, RendezvousError, dist.DistError, RuntimeError) as error:

@@ -112,7 +112,7 @@ def as_text(job: Job, encoding: str = "utf-8") -> str:
 
 
 def as_json(job: Job) -> dict[str, Any]:
-    """Return the explanation for programs; docs/when-a-job-hangs-or-dies.md documents the keys.
+    """Return the explanation for programs; the keys are documented.
 
     Times are Unix seconds, or null. Texts from the job are not escaped.
     """

@@ -23,6 +23,7 @@ from phalanx.observe.job_directory import (
     make_job_name,
     prune,
 )
+from phalanx.system import exit_codes
 
 __all__ = ["LauncherLogWriter"]
 
@@ -80,7 +81,9 @@ class LauncherLogWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.finish(0 if kind is None else 130 if issubclass(kind, KeyboardInterrupt) else 1)
+        is_interrupt = kind is not None and issubclass(kind, KeyboardInterrupt)
+        failure = exit_codes.INTERRUPTED if is_interrupt else exit_codes.FAILURE
+        self.finish(exit_codes.SUCCESS if kind is None else failure)
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables to set for the ranks."""

@@ -23,6 +23,7 @@ from phalanx.errors import UsageError
 from phalanx.observe.escape import escape
 from phalanx.observe.exit_reasons import determine_exit, get_clock_offset, get_last_record_time
 from phalanx.observe.wait_time import get_wait_interval
+from phalanx.system.extras import install_command
 
 if TYPE_CHECKING:
     from phalanx.observe.exit_reasons import ExitStatus
@@ -70,9 +71,11 @@ def check() -> None:
     try:
         import perfetto.trace_builder.proto_builder  # noqa: F401
     except Exception as error:
+        # Its generated code rejects a protobuf that is too old by errors of other types.
+        command = install_command("trace", upgrade=not isinstance(error, ModuleNotFoundError))
         raise UsageError(
             f"phalanx trace needs Perfetto's Python package, which cannot be imported ({error}): "
-            'install it with pip install "phalanx[trace]"'
+            f"install it with {command}"
         ) from error
 
 

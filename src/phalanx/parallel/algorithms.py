@@ -2,8 +2,8 @@
 
 Each algorithm is a public function and the steps of one rank. The steps consist of the methods of
 `Peers`: send, receive, exchange and combine. `_run_all_reduce` checks the arguments before any
-message, and passes the steps one flat, contiguous tensor. docs/algorithms.md draws the steps and
-measures them.
+message, and passes the steps one flat, contiguous tensor. The page "All-reduce
+algorithms" of the documentation draws the steps and measures them.
 """
 
 from __future__ import annotations

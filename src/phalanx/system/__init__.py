@@ -4,6 +4,8 @@
 - `curve`: ZeroMQ sockets that such processes secure with CURVE.
 - `processes`: child processes, process groups, pidfds of any processes, names of signals, and
   descriptions of exit codes.
+- `exit_codes`: the exit codes of commands and ranks.
+- `extras`: the optional packages, and the command that installs them.
 - `ssh`: programs on other hosts, connected through ssh.
 - `host_identity`: the host and the namespaces of a process, and the proof that two share memory.
 - `pickling`: functions by value, with the locations of their source.

@@ -1,7 +1,7 @@
 """Tests of an installation, and fault injection for user programs.
 
 `FaultRunner` runs a function on ranks and injects faults: a rank dies, stops, arrives late or skips
-an operation; see docs/testing-against-failure.md. `faults` defines the faults (`kill`, `crash`,
+an operation. `faults` defines the faults (`kill`, `crash`,
 `fail`, `stop`, `delay`, `skip`) and injects them in the rank's own process; `enable_faults` does so
 in a process that another launcher has started. `fork_server` forks the ranks, and `processes`
 watches them.

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
 
+from phalanx.system import exit_codes
+
 __all__ = ["PREEMPTION_EXIT_CODE", "PreemptionHandler"]
 
-PREEMPTION_EXIT_CODE = 128 + signal.SIGTERM
+PREEMPTION_EXIT_CODE = exit_codes.TERMINATED
 """The exit code of a rank that saved and exited on SIGTERM: 143, by the convention of shells."""
 
 Value = TypeVar("Value")

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from phalanx.errors import UsageError
 from phalanx.observe.recorder import report
 from phalanx.observe.wait_time import measure_wait_share
+from phalanx.system.extras import install_command
 
 __all__ = ["Display", "check_tensorboard", "open_tensorboard"]
 
@@ -157,7 +158,7 @@ def check_tensorboard() -> None:
     """
     if importlib.util.find_spec("tensorboard") is None:
         raise UsageError(
-            'tensorboard is missing: pip install "phalanx[tensorboard]", or leave the argument out'
+            f"tensorboard is missing: {install_command('tensorboard')}, or leave the argument out"
         )
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
 from phalanx.errors import UsageError
+from phalanx.system.extras import install_command
 from phalanx.transports import (
     shutdown_hooks as shutdown_hooks,  # must register its exit handler early
 )
@@ -56,7 +57,7 @@ def check_name(name: object, prefix: str = "") -> None:
     if name == "relay" and importlib.util.find_spec("zmq") is None:
         raise UsageError(
             f"{prefix}transport is 'relay', but pyzmq is not installed: "
-            "pip install 'phalanx[relay]', or choose 'gloo'"
+            f"{install_command('relay')}, or choose 'gloo'"
         )
 
 

@@ -113,7 +113,7 @@ class Network:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Return hosts and links as a JSON object; docs/doctor.md describes the schema."""
+        """Return hosts and links as a JSON object."""
         links = [
             {**dataclasses.asdict(link), "slow": self.is_slow(link), "late": self.is_late(link)}
             for link in self.links

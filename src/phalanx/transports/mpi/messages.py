@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from phalanx import env
 from phalanx.errors import UsageError
+from phalanx.system.extras import install_command
 from phalanx.system.polling import wait_until
 from phalanx.transports.interface import TransportError
 
@@ -289,7 +290,7 @@ def load_library() -> ModuleType:
         import mpi4py
     except ImportError:
         raise UsageError(
-            'MPI needs mpi4py, which is not installed: pip install "phalanx[mpi]"'
+            f"MPI needs mpi4py, which is not installed: {install_command('mpi')}"
         ) from None
     if "mpi4py.MPI" not in sys.modules:
         # Phalanx finalizes MPI itself, or must not: see `MpiProgressThread.finalize`.

@@ -1,0 +1,87 @@
+"""The options `--json` and `--output`, which are the same in every command that has results."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["AsJson", "Output", "check_writable", "make_console", "open_output", "write_json"]
+
+_PLAIN_WIDTH = 200
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", metavar="FILE", help="Write the JSON to this file, too, and replace it."
+    ),
+]
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """Return a console on stdout or stderr, with wide lines unless that is a terminal.
+
+    rich omits colours if the variable NO_COLOR is set, if TERM is "dumb", and in a file or a pipe
+    unless FORCE_COLOR is set.
+    """
+    from rich.console import Console
+
+    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    width = None if is_terminal or "COLUMNS" in os.environ else _PLAIN_WIDTH
+    return Console(highlight=False, stderr=stderr, width=width)
+
+
+def check_writable(path: Path | None, option: str = "--output") -> None:
+    """Check that a file can probably be written, before work that takes long.
+
+    Raises:
+        UsageError: It is a directory, its directory does not exist, or one of them is read-only.
+    """
+    from phalanx.errors import UsageError
+
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise UsageError(f"{option} is {path}, which is a directory: expected a file")
+    if not folder.is_dir():
+        raise UsageError(f"{option} is {path}, but there is no directory {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise UsageError(f"{option} is {path}, which you may not write: choose another file")
+
+
+def open_output(path: Path, option: str = "--output") -> TextIO:
+    """Open a file for text.
+
+    Raises:
+        UsageError: It cannot be written.
+    """
+    from phalanx.errors import UsageError
+
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{option} is {path}, which cannot be written: {error.strerror}") from None
+
+
+def write_json(value: Any, as_json: bool, output: Path | None) -> None:
+    """Print a value as JSON if `as_json`, and write it to `output` unless that is None.
+
+    Raises:
+        UsageError: The file cannot be written.
+    """
+    text = json.dumps(value, indent=2)
+    if output is not None:
+        with open_output(output) as file:
+            file.write(f"{text}\n")
+    if as_json:
+        print(text)
