@@ -3,12 +3,18 @@
 A comment before a block says how it is checked:
 
 - `<!-- examples/tutorial/messages.py -->`: the block is part of that file.
+- `<!-- file hello.py -->`: sessions of the page find the block under this name.
 - `<!-- digits vary -->`: numbers with a decimal point are not compared.
-- `<!-- output of PATH -->`, `<!-- needs ...: PATH -->`: the test in that file checks it.
-- `<!-- not executed: REASON -->`: the block is a fragment.
+- `<!-- numbers vary -->`: no number is compared, nor the name of the machine.
+- `<!-- output varies -->`: the first words of lines without indentation are compared.
+- `<!-- exit code 1 -->`: the command ends with this code instead of 0.
+- `<!-- output of PATH -->`, `<!-- needs ...: PATH -->`: the test in that file checks it;
+  `PATH::NAME` names the test.
+- `<!-- not executed: REASON -->`: the block is a fragment, or needs what a test machine lacks.
 
 Without a comment, Python is executed, commands after `$ ` in a console are executed and their
-output is compared, and text is the output of the Python block before it.
+output is compared if the page shows any. Text in the tutorial is the output of the Python block
+before it.
 """
 
 from __future__ import annotations
@@ -18,9 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _FENCE = re.compile(
-    r"^(?:<!-- (?P<comment>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    r"^(?P<indent> *)(?:<!-- (?P<comment>[^\n]*?) -->\n(?P=indent))?```(?P<language>[^\n]*)\n"
+    r"(?P<text>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,
 )
+_SESSION = re.compile(r"(?:(?:digits vary|numbers vary|output varies|exit code \d+)(?:, |$))+")
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,22 @@ class Fence:
         return self.comment.startswith(("output of ", "needs ", "not executed: "))
 
     @property
+    def is_session(self) -> bool:
+        """True if its commands are executed and their output is compared."""
+        return self.language == "console" and not self.is_checked_elsewhere
+
+    @property
+    def file_name(self) -> str:
+        """The name under which sessions of the page find it; empty if there is none."""
+        return self.comment.removeprefix("file ") if self.comment.startswith("file ") else ""
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of its commands."""
+        match = re.search(r"exit code (\d+)", self.comment)
+        return int(match[1]) if match else 0
+
+    @property
     def commands(self) -> list[tuple[str, list[str]]]:
         """The commands of a console, each with the lines of its output."""
         return [
@@ -54,6 +78,33 @@ class Fence:
                 for part in re.split(r"^\$ ", self.text, flags=re.MULTILINE)[1:]
             )
         ]
+
+    def find_defect(self, page: Path, root: Path) -> str:
+        """Return the reason for which no test checks it, empty if one does.
+
+        Args:
+            page: The page that contains it.
+            root: The directory of the repository.
+        """
+        if not re.fullmatch(r"\w+", self.language):
+            return "it has no language"
+        if self.comment.startswith("not executed: "):
+            return "" if len(self.comment.split()) > 3 else "the reason is missing"
+        if self.is_checked_elsewhere:
+            path, _, name = self.comment.split()[-1].partition("::")
+            if not (root / path).is_file():
+                return f"there is no {path}"
+            found = not name or f"def {name}(" in (root / path).read_text()
+            return "" if found else f"{path} has no {name}"
+        if self.comment and not (
+            self.file_name or self.comment.endswith(".py") or _SESSION.fullmatch(self.comment)
+        ):
+            return f"the comment {self.comment!r} is unknown"
+        if self.language == "text" and "tutorial" not in page.parts:
+            return "" if self.comment else "text needs a comment"
+        if self.language == "console":
+            return "" if self.text.startswith("$ ") else "a session begins with `$ `"
+        return "" if self.language in ("python", "text") else "nothing executes this language"
 
 
 def read_fences(page: Path) -> list[Fence]:

@@ -1,0 +1,2 @@
+phalanx run --nproc-per-node 3 train.py
+test $? = 137

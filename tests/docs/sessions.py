@@ -1,0 +1,67 @@
+"""Sessions in a console: each command runs, and prints what the page shows.
+
+Output that contains lines `...` shows parts: each part must occur in the output, whatever the
+breaks of its lines. Otherwise every line must occur, in any order, since ranks print in any order.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.docs.fences import Fence
+
+LIMIT = 100.0
+
+
+def run(command: str, directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of a page in a shell that finds `phalanx` and `python`."""
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f'PATH="{Path(sys.executable).parent}:$PATH"; {command}'],
+        cwd=directory,
+        env={**os.environ, "PHALANX_JOBS_DIR": str(directory / ".jobs"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+def mask(line: str, fence: Fence) -> str:
+    """Replace what varies in a line."""
+    if "numbers vary" in fence.comment:
+        line = re.sub(rf"\b{re.escape(socket.gethostname())}\b", "node-a", line)
+        line = re.sub(r"\b\d{8}-\d{4}-\w{6}\b", "JOB", line)
+        return re.sub(r"\d+(?:[.,:]\d+)*", "N", line)
+    if "digits vary" in fence.comment:
+        return re.sub(r"\d+\.\d+|\d+(?=%)|(?<=pid )\d+|(?<=, )\S*(?=runs/digits)", "N", line)
+    return line
+
+
+def check_session(fence: Fence, directory: Path) -> None:
+    """Run the commands of a session one after another, and compare their output."""
+    for command, expected in fence.commands:
+        ended = run(command, directory)
+        assert ended.returncode == fence.exit_code, f"{command}\n{ended.stdout}{ended.stderr}"
+        if not expected:
+            continue
+        if "output varies" in fence.comment:
+            headings = {line.split()[0] for line in expected if line[0].isalpha()}
+            assert headings <= {line.partition(" ")[0] for line in ended.stdout.splitlines()}
+            continue
+        shown = [mask(line, fence) for line in expected]
+        if "..." in shown:
+            found = _join([mask(line, fence) for line in (ended.stderr + ended.stdout).split("\n")])
+            for part in "\n".join(shown).split("..."):
+                assert _join(part.split("\n")) in found, f"{command}\n{part}\nnot in {found}"
+        else:
+            printed = ended.stdout.splitlines()
+            assert sorted(mask(line, fence) for line in printed) == sorted(shown), command
+
+
+def _join(lines: list[str]) -> str:
+    return " ".join(" ".join(lines).replace("─", "").split())
