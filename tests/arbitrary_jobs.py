@@ -64,7 +64,6 @@ starts = st.builds(
 processes = st.builds(
     Process,
     state=st.sampled_from(["running", "sleeping", "stopped", "disk", "zombie", "gone"]),
-    cpu=st.floats(0, 1e6),
     memory=st.integers(0, 2**62),
 )
 

@@ -76,7 +76,7 @@ def rank(
         "opened": ago(60),
         "groups": (world(number, size),),
         "operations": len(history) + len(open),
-        "process": None if state is None else Process(state, 3.0, 300 * 2**20),
+        "process": None if state is None else Process(state, 300 * 2**20),
     }
     given.update(more)
     return Rank(number, history=tuple(history), open=tuple(open), **given)
@@ -325,6 +325,6 @@ class JobBuilder:
             operations=rank.num_operations if opened else 0,
             reports=tuple(rank.reports) if opened else (),
             start=rank.start,
-            process=Process(rank.state, 1.0, 1 << 20),
+            process=Process(rank.state, 1 << 20),
             problem=rank.problem,
         )

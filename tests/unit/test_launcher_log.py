@@ -215,7 +215,6 @@ def test_the_state_of_a_process() -> None:
     assert own is not None
     assert own.process.state == "running"
     assert own.process.memory > 2**20
-    assert own.process.cpu > 0
     assert own.age > 0
     child = subprocess.Popen(["sleep", "60"])
     try:

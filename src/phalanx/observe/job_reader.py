@@ -488,10 +488,8 @@ def read_process_stat(pid: int) -> ProcessStat | None:
         return None
     # The second field is the program's name in parentheses, which may contain any character.
     fields = text[text.rindex(b")") + 2 :].split()
-    ticks = os.sysconf("SC_CLK_TCK")
     state = _PROCESS_STATES.get(fields[0].decode(), "sleeping")
-    started = int(fields[19]) / ticks
-    cpu = (int(fields[11]) + int(fields[12])) / ticks
+    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     memory = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - started
-    return ProcessStat(model.Process(state, cpu, memory), age)
+    return ProcessStat(model.Process(state, memory), age)

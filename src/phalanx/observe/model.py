@@ -135,12 +135,10 @@ class Process:
     Attributes:
         state: "running", "sleeping", "stopped" (by a signal), "disk" (uninterruptible), "zombie",
             or "gone".
-        cpu: The CPU time used, in seconds.
         memory: The resident memory, in bytes.
     """
 
     state: str
-    cpu: float = 0.0
     memory: int = 0
 
 
