@@ -9,8 +9,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
 
-__all__ = ["PREEMPTION_EXIT_CODE", "PreemptionHandler"]
-
 PREEMPTION_EXIT_CODE = 128 + signal.SIGTERM
 """The exit code of a rank that saved and exited on SIGTERM: 143, by the convention of shells."""
 

@@ -29,8 +29,6 @@ from phalanx.transports.interface import (
 from phalanx.transports.mpi.messages import MAX_EAGER_BYTES, Communicator, Kind, Message
 from phalanx.transports.mpi.progress_thread import MpiProgressThread
 
-__all__ = ["MpiTransport"]
-
 _DRAIN_SECONDS = 2.0
 """Seconds that a leaving rank waits for its peers to receive what it has sent."""
 _CLOSE_SECONDS = 2.0
