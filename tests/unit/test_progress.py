@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from phalanx.backend.progress import CollectiveThread
+from phalanx.backend.membership import CollectiveThread
 
 LIMIT = 10.0
 

@@ -41,7 +41,7 @@ OperatorCall = tuple[Any, ...]
 active_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Return the number of dispatch modes that are active in the calling thread."""
 
-_EVENT_NAMES = {
+EVENT_NAMES = {
     method: f"c10d::{name}"
     for method, name in (
         ("all_gather_single", "_allgather_base_"),
@@ -66,7 +66,7 @@ _EVENT_NAMES = {
         ("send", "send"),
     )
 }
-"""The names of operators in the profiler, by the method that calls them."""
+"""The names of operators in the profiler, by the method of a group that calls them."""
 
 _base_groups: dict[tuple[int, int], Any] = {}
 """Groups without a backend, by rank and size, which call operators as PyTorch's own groups do."""
@@ -103,7 +103,7 @@ def run_observed(
     has_wrapper = any(map(is_wrapper, tree_leaves(operator[2:])))
     if active_mode_count() or has_wrapper:
         return _run_through_operator(operator, run, has_wrapper)
-    handle = _autograd._record_function_with_args_enter(_EVENT_NAMES[operator[1]], *tensors)
+    handle = _autograd._record_function_with_args_enter(EVENT_NAMES[operator[1]], *tensors)
     try:
         return run()
     finally:

@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 
 from phalanx import _native
-from phalanx._native import call_site as call_site_number
-from phalanx._native import call_site_text
 from phalanx.backend.call_site import call_site, short_site
 from phalanx.backend.failure import format_peer, left_group_error, status_error
 from phalanx.backend.instrumentation import (
@@ -142,12 +140,12 @@ class Messages:
                 _finish_recv(native, tensor, flat)
             return FinishedWork([tensor], message.peer)
         membership = self._membership
-        site_number = call_site_number()
+        site_number = _native.call_site()
 
         def on_done(status: _native.Status | None, seconds: float) -> BaseException | None:
             self._active.discard(work)
             if status is not None:
-                site = short_site(call_site_text(site_number))
+                site = short_site(_native.call_site_text(site_number))
                 return self._error(native, name, tensor, peer, tag, seconds, site, status)
             if name == "recv":
                 _finish_recv(native, tensor, flat)

@@ -41,7 +41,12 @@ from phalanx.backend.collectives import (
 from phalanx.backend.cuda import NcclChild, delegate_cuda
 from phalanx.backend.execution import CollectiveExecutor, Pairs
 from phalanx.backend.failure import FailureFormatter, describe_missing_rank
-from phalanx.backend.instrumentation import OperatorCall, active_mode_count, is_profiling
+from phalanx.backend.instrumentation import (
+    EVENT_NAMES,
+    OperatorCall,
+    active_mode_count,
+    is_profiling,
+)
 from phalanx.backend.membership import Membership, fail_all_groups
 from phalanx.backend.messages import ANY_SOURCE, Messages, check_peer, is_blocking
 from phalanx.backend.operands import (
@@ -148,26 +153,7 @@ def _unsupported_method(method: str, advice: str) -> Any:
     return refuse
 
 
-@delegate_cuda(
-    "broadcast",
-    "allreduce",
-    "reduce",
-    "allgather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "alltoall",
-    "all_gather_single",
-    "reduce_scatter_single",
-    "all_to_all_single",
-    "allreduce_coalesced",
-    "all_gather_single_coalesced",
-    "reduce_scatter_single_coalesced",
-    "allgather_coalesced",
-    "send",
-    "recv",
-    "recv_anysource",
-)
+@delegate_cuda(*EVENT_NAMES.keys() - {"barrier", "monitored_barrier"})  # which have no tensors
 class ProcessGroup(dist.ProcessGroup):
     """A group of ranks that exchange tensors in shared memory, and by a transport between hosts.
 

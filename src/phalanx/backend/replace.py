@@ -22,8 +22,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from phalanx import env, torch_versions
 
-__all__ = ["install"]
-
 _logged: set[str] = set()
 
 

@@ -26,7 +26,6 @@ from torch.futures import Future
 
 from phalanx import _native
 from phalanx.backend import deadlock_detector, membership
-from phalanx.backend.progress import MessageThread
 from phalanx.errors import PhalanxError
 
 Tensors = list[torch.Tensor]
@@ -312,7 +311,7 @@ class MessageWork(PendingWork):
         group: _native.Group,
         on_done: Callable[[_native.Status | None, float], BaseException | None],
         outputs: Tensors,
-        thread: MessageThread,
+        thread: membership.MessageThread,
         timeout: float,
     ) -> None:
         super().__init__(outputs)

@@ -51,8 +51,6 @@ from phalanx.checkpoints.sharding import (
 )
 from phalanx.errors import CheckpointError, UsageError
 
-__all__ = ["Checkpoint", "Checkpointer", "load_local", "save_local"]
-
 # Without sharding, rank 0 writes one file per `FILE_BYTES`, each in a thread of its own. The number
 # is limited by `MAX_FILES` and by the cores.
 FILE_BYTES = 32 * 2**20

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from phalanx.errors import CheckpointError, UsageError
 
-__all__ = ["RankGroup", "UnusableCheckpoint"]
-
 Value = TypeVar("Value")
 # Bytes per broadcast.
 _BROADCAST_BYTES = 64 * 2**20

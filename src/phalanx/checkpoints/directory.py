@@ -20,8 +20,6 @@ from pathlib import Path
 from phalanx.checkpoints.files import sync_directory
 from phalanx.errors import CheckpointError
 
-__all__ = ["CheckpointDirectory", "parse_step"]
-
 _log = logging.getLogger("phalanx")
 
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")

@@ -14,15 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "ContentError",
-    "byte_view",
-    "read_small",
-    "read_verified",
-    "sync_directory",
-    "write_file",
-]
-
 # Size limit of a small file in bytes, far above any real manifest, so that a foreign file is not
 # read forever.
 MAX_SMALL_FILE = 2**30

@@ -25,16 +25,6 @@ from phalanx.checkpoints.safetensors import DTYPES
 from phalanx.checkpoints.sharding import Box, Shard, TensorDescription, is_distributed
 from phalanx.errors import UsageError
 
-__all__ = [
-    "File",
-    "Manifest",
-    "check_compatibility",
-    "flatten",
-    "read_manifest",
-    "unflatten",
-    "write_manifest",
-]
-
 FORMAT, VERSION = "phalanx-checkpoint", 1
 MANIFEST, CHECKSUMS = "manifest.json", "SHA256SUMS"
 # A dict with one of these as its only key represents a value that JSON cannot represent.

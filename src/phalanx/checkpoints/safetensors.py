@@ -17,8 +17,6 @@ from torch import Tensor
 
 from phalanx.checkpoints.files import ContentError, byte_view
 
-__all__ = ["DTYPES", "build_header", "itemsize", "read_tensors", "tensor_bytes"]
-
 _TORCH_NAMES = {
     "BOOL": "bool",
     "U8": "uint8",

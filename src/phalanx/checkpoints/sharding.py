@@ -17,19 +17,6 @@ from torch import Tensor
 from phalanx.checkpoints.safetensors import DTYPES, itemsize
 from phalanx.errors import UsageError
 
-__all__ = [
-    "Box",
-    "Shard",
-    "TensorDescription",
-    "assign_shards",
-    "copy_overlap",
-    "describe_tensors",
-    "extract_shard",
-    "is_distributed",
-    "local_box",
-    "total_bytes",
-]
-
 
 @dataclass(frozen=True)
 class Box:

@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["load_digits"]
-
 _FILE = Path(__file__).with_name("digits.npz")
 _INK = 16
 

@@ -9,8 +9,6 @@ from torch.utils.data import Dataset, Subset
 
 from phalanx.errors import UsageError
 
-__all__ = ["DataPartitioner", "Partition", "length"]
-
 T_co = TypeVar("T_co", covariant=True)
 
 # Tolerance for rounding in the sum of fractions: the sum of ten times 0.1 is not exactly 1.

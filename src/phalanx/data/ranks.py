@@ -11,8 +11,6 @@ from torch import Tensor
 
 from phalanx.errors import UsageError
 
-__all__ = ["mean_over_ranks", "sum_over_ranks", "world_size_and_rank"]
-
 Number: TypeAlias = float | int | Tensor
 
 

@@ -20,14 +20,6 @@ from phalanx.data.partition import length
 from phalanx.data.ranks import world_size_and_rank
 from phalanx.errors import UsageError
 
-__all__ = [
-    "EvaluationSampler",
-    "GlobalBatchSampler",
-    "Resumable",
-    "ResumableSampler",
-    "per_rank_batch_size",
-]
-
 T_co = TypeVar("T_co", covariant=True)
 
 _log = logging.getLogger("phalanx")

@@ -11,8 +11,6 @@ from torch import Tensor
 from phalanx.data.ranks import sum_over_ranks, world_size_and_rank
 from phalanx.errors import PhalanxError, UsageError
 
-__all__ = ["count_samples", "join_uneven_inputs", "truncate_uneven_inputs"]
-
 T = TypeVar("T")
 
 # Values that a rank sends instead of its number of samples.

@@ -11,24 +11,6 @@ from torch import Tensor
 from phalanx import _native
 from phalanx.errors import UsageError
 
-__all__ = [
-    "DTYPES",
-    "MODES",
-    "WHOLE",
-    "Batch",
-    "BatchAddresses",
-    "Share",
-    "check_offsets",
-    "index_error",
-    "is_strided_cpu",
-    "offset_error",
-    "prepare_gradients",
-    "prepare_indices",
-    "prepare_offsets",
-    "prepare_weights",
-    "sum_gradients",
-]
-
 DTYPES = {
     torch.float32: _native.DTYPES["float32"],
     torch.float64: _native.DTYPES["float64"],

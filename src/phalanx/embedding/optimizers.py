@@ -8,8 +8,6 @@ from typing import ClassVar
 
 from phalanx.errors import UsageError
 
-__all__ = ["SGD", "Adagrad", "Adam", "RowOptimizer"]
-
 
 @dataclass(frozen=True)
 class RowOptimizer:

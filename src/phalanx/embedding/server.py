@@ -23,8 +23,6 @@ from phalanx.rpc.agent import agent
 from phalanx.rpc.functions import async_execution
 from phalanx.rpc.rref import RRef
 
-__all__ = ["EmbeddingServer", "TableSpec", "deploy", "load", "save"]
-
 _TIMEOUT_SECONDS = 3600.0
 """The time that a server has to create, write or read its part."""
 

@@ -35,8 +35,6 @@ from phalanx.embedding.table import EmbeddingTable
 from phalanx.errors import UsageError
 from phalanx.rpc.agent import agent_or_none
 
-__all__ = ["ShardedEmbeddingBag"]
-
 
 class ShardedEmbeddingBag(nn.Module):
     """Bags of embeddings from a table whose rows are split over servers.

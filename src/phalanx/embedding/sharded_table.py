@@ -34,14 +34,6 @@ from phalanx.embedding.table import EmbeddingTable, TableHandle
 from phalanx.errors import PeerLost, PhalanxError, UsageError
 from phalanx.rpc.rref import RRef
 
-__all__ = [
-    "CollectiveUpdate",
-    "LookupPlan",
-    "ServerReference",
-    "ShardedTable",
-    "start_call",
-]
-
 _log = logging.getLogger("phalanx")
 _GRACE_SECONDS = 30.0
 """Added to the server's own timeout for trainers, so that the server reports it first."""

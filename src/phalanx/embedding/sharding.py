@@ -9,8 +9,6 @@ from torch import Tensor
 
 from phalanx.errors import UsageError
 
-__all__ = ["HashSharding", "RangeSharding", "Sharding", "make_sharding"]
-
 
 class Sharding(ABC):
     """An assignment of rows 0 to `rows` - 1 to `servers`, the same in every process."""

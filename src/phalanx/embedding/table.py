@@ -32,8 +32,6 @@ from phalanx.embedding.batch import (
 from phalanx.embedding.optimizers import SGD, RowOptimizer
 from phalanx.errors import PhalanxError, UsageError
 
-__all__ = ["EmbeddingTable", "TableHandle"]
-
 # The wait for a row that another process is writing takes a microsecond, unless it is stopped.
 _ROW_TIMEOUT_SECONDS = 10.0
 # The number of rows in a block when a whole table is copied.

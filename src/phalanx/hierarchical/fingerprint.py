@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from phalanx import _native
 
-__all__ = ["Fingerprint", "Header", "current_site"]
-
 _LAYOUT = struct.Struct("<QQQiBBH16s224s")
 _SITE_BYTES = 224
 

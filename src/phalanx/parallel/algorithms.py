@@ -19,20 +19,6 @@ from torch.distributed import ReduceOp
 from phalanx.errors import UsageError
 from phalanx.parallel.gradients import check_group
 
-__all__ = [
-    "ALGORITHMS",
-    "Peers",
-    "Steps",
-    "halving_doubling_all_reduce",
-    "halving_doubling_steps",
-    "ring_all_reduce",
-    "ring_all_reduce_simple",
-    "ring_simple_steps",
-    "ring_steps",
-    "tree_all_reduce",
-    "tree_steps",
-]
-
 _MAX_TAG = 2**31 - 1
 
 Combine = Callable[[Tensor, Tensor, Tensor], object]

@@ -9,14 +9,6 @@ from torch import Tensor, nn
 
 from phalanx.errors import UsageError
 
-__all__ = [
-    "BUCKET_BYTES",
-    "average_gradients",
-    "average_gradients_per_parameter",
-    "check_group",
-    "run_packed",
-]
-
 #: The size of the gradients in one all-reduce, in bytes: the default of PyTorch's DDP.
 BUCKET_BYTES = 25 * 2**20
 

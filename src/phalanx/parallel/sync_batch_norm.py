@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from phalanx.errors import UsageError
 
-__all__ = ["SyncBatchNorm"]
-
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     """A counterpart of `torch.nn.SyncBatchNorm` that supports CPU tensors, on any backend.

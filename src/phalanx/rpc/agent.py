@@ -39,16 +39,6 @@ from phalanx.rpc.workers import WorkerInfo
 if TYPE_CHECKING:
     from phalanx.rpc.remote_connection import RemoteConnection, RemoteContext, RemoteDealer
 
-__all__ = [
-    "UNSET",
-    "Agent",
-    "PendingCall",
-    "agent",
-    "agent_or_none",
-    "seconds",
-    "set_agent",
-]
-
 _LOG = logging.getLogger("phalanx.rpc")
 _LEAVE_SECONDS = 1.0
 _CALLS = frozenset((Kind.CALL, Kind.REMOTE, Kind.FETCH))

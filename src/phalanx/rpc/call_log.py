@@ -28,8 +28,6 @@ from phalanx.observe.recorder import get_job_directory
 from phalanx.rpc.peer import Peer
 from phalanx.rpc.workers import WorkerInfo
 
-__all__ = ["CallLog"]
-
 _WRITE_SECONDS = 1.0
 _log = logging.getLogger("phalanx")
 

@@ -22,19 +22,6 @@ from phalanx.rpc.agent import UNSET, PendingCall, agent, agent_or_none, seconds
 from phalanx.rpc.message import Kind
 from phalanx.rpc.workers import WorkerInfo
 
-__all__ = [
-    "begin",
-    "describe_call",
-    "get_rpc_timeout",
-    "get_worker_info",
-    "get_worker_infos",
-    "is_available",
-    "is_initialized",
-    "make_body",
-    "rpc_async",
-    "rpc_sync",
-]
-
 
 def rpc_sync(
     to: str | int | WorkerInfo,

@@ -37,8 +37,6 @@ from phalanx.rpc.shared_memory import (
     ShmSender,
 )
 
-__all__ = ["MessageCodec", "TensorsUnavailable"]
-
 _MAX_INLINE_TENSOR = 4096
 """The maximum size, in bytes, of a tensor whose data are in the message itself: that is faster."""
 _MAX_INLINE_PICKLE = 128 * 2**10

@@ -27,8 +27,6 @@ from typing import Any
 
 from phalanx.system.polling import EventFd
 
-__all__ = ["Reactor", "SpinPolicy"]
-
 _LOG = logging.getLogger("phalanx.rpc")
 _JOIN_SECONDS = 2.0
 _SPIN_SECONDS = 500e-6

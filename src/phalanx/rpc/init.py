@@ -37,14 +37,6 @@ from phalanx.rpc.shared_memory import ShmSender
 from phalanx.rpc.workers import WorkerInfo, WorkerRecord
 from phalanx.system.polling import wait_until
 
-__all__ = [
-    "BackendType",
-    "RpcBackendOptions",
-    "TensorPipeRpcBackendOptions",
-    "init_rpc",
-    "shutdown",
-]
-
 _INIT_SECONDS = 300.0
 _EXIT_MILLISECONDS = 5000
 _init_numbers = itertools.count(1)

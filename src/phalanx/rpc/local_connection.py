@@ -29,8 +29,6 @@ from phalanx.rpc.event_loop import Reactor, SpinPolicy
 from phalanx.rpc.message import MAX_FRAME_SIZE, Frames
 from phalanx.system.authentication import AuthenticationError, Handshake
 
-__all__ = ["HANDSHAKE_TIMEOUT", "Acceptor", "LocalConnection", "connect", "is_readable"]
-
 _LENGTH = struct.Struct("<Q")
 _TIME = struct.Struct("ll")
 _CHUNK = 32 * 2**10

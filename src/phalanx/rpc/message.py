@@ -16,22 +16,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = [
-    "ANSWERS",
-    "DTYPES",
-    "MAX_FRAME_SIZE",
-    "MAX_TENSORS",
-    "Frames",
-    "Kind",
-    "Malformed",
-    "Message",
-    "TensorDescriptor",
-    "TensorLocation",
-    "encode_frame",
-    "parse",
-    "span",
-]
-
 Frames = tuple[bytes, "list[memoryview]"]
 """The frames of a message: the first one, and those that follow it."""
 

@@ -16,8 +16,6 @@ from phalanx.rpc.autograd.gradients import Root
 from phalanx.rpc.autograd.graph import graph
 from phalanx.rpc.rref import RRef
 
-__all__ = ["DistributedOptimizer"]
-
 # Steps of several workers may update the same parameters.
 _steps = threading.Lock()
 

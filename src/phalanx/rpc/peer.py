@@ -20,8 +20,6 @@ from phalanx.system.polling import EventFd
 if TYPE_CHECKING:
     from phalanx.rpc.remote_connection import RemoteConnection, RemoteContext, RemoteDealer
 
-__all__ = ["Peer", "PendingFuture"]
-
 _EXIT_MILLISECONDS = 1_000
 _DRAIN_MILLISECONDS = 200
 

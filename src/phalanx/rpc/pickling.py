@@ -28,14 +28,6 @@ from phalanx.rpc.message import DTYPES
 from phalanx.rpc.peer import Peer
 from phalanx.system.pickling import CodePickler
 
-__all__ = [
-    "AutogradHook",
-    "PickleContext",
-    "deserialize",
-    "serialize",
-    "thread_local",
-]
-
 # Types that may be, or contain, parameters whose gradients come back.
 _WITH_PARAMETERS = frozenset((nn.Parameter, tuple, list, dict))
 

@@ -26,15 +26,6 @@ from typing import Any, NamedTuple
 from phalanx.errors import PhalanxError
 from phalanx.rpc.functions import FutureResult
 
-__all__ = [
-    "OwnedValue",
-    "OwnedValues",
-    "RRefId",
-    "RefCountDelta",
-    "ReleaseNotifier",
-    "clear_frames",
-]
-
 _LOG = logging.getLogger("phalanx.rpc")
 _RETRY_SECONDS = 0.5
 

@@ -16,8 +16,6 @@ from phalanx.key import derive
 from phalanx.rpc.message import MAX_FRAME_SIZE, Frames
 from phalanx.system import curve
 
-__all__ = ["RemoteConnection", "RemoteContext", "RemoteDealer", "RemoteRouter"]
-
 _LINGER = 2_000
 """Milliseconds that sent messages have to go out after a socket is closed."""
 _HEARTBEAT_MILLISECONDS = 1_000

@@ -16,8 +16,6 @@ from phalanx.rpc.agent import agent
 from phalanx.rpc.pickling import thread_local
 from phalanx.rpc.rref import RRef
 
-__all__ = ["RemoteModule"]
-
 _CPU = "cpu"
 
 

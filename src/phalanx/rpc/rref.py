@@ -18,8 +18,6 @@ from phalanx.rpc.pickling import thread_local
 from phalanx.rpc.reference_counting import RefCountDelta, RRefId
 from phalanx.rpc.workers import WorkerInfo
 
-__all__ = ["RRef", "remote"]
-
 _T = TypeVar("_T")
 
 

@@ -24,8 +24,6 @@ from phalanx.rpc.shared_memory import DeferredCopies
 if TYPE_CHECKING:
     from phalanx.rpc.remote_connection import RemoteRouter
 
-__all__ = ["RpcServer"]
-
 _LOG = logging.getLogger("phalanx.rpc")
 
 

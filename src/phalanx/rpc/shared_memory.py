@@ -30,17 +30,6 @@ from phalanx._native import MAX_BLOCKS, LeaseSegment, LeaseSegmentView
 from phalanx.errors import PhalanxError
 from phalanx.rpc.message import DTYPES, TensorDescriptor, TensorLocation
 
-__all__ = [
-    "CopyFailure",
-    "CopyTimeout",
-    "DeferredCopies",
-    "MappingFailure",
-    "SegmentUnavailable",
-    "ShmReceiver",
-    "ShmSender",
-    "can_map",
-]
-
 _MIN_BLOCK = 64 * 2**10
 _SEGMENT = 64 * 2**20
 _MAX_IDLE = 512 * 2**20

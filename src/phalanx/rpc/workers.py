@@ -25,15 +25,6 @@ from phalanx.rpc.local_connection import is_readable
 from phalanx.rpc.shared_memory import ShmSender, can_map
 from phalanx.system.host_identity import host_identity
 
-__all__ = [
-    "WorkerInfo",
-    "WorkerRecord",
-    "agree_on_key",
-    "exchange_records",
-    "make_record",
-    "publish_failure",
-]
-
 _NAME = re.compile(r"[A-Za-z0-9\-_:.]+")
 _NAME_LIMIT = 128
 _EXIT_MILLISECONDS = 1000

@@ -16,8 +16,6 @@ from phalanx.errors import UsageError
 from phalanx.launcher.rank_bootstrap import die_with_parent
 from phalanx.train.random_generators import rank_seeds
 
-__all__ = ["BatchSchedule", "MicroBatch", "make_loader"]
-
 
 @dataclass(frozen=True)
 class MicroBatch:

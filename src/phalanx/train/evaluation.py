@@ -16,8 +16,6 @@ from phalanx.train.batch_schedule import make_loader
 from phalanx.train.replicas import Replicas
 from phalanx.train.step import Totals, check_metric_names
 
-__all__ = ["Evaluation", "Loss", "move_to_device", "unpack_loss"]
-
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
 """A function of the model and a batch.
 

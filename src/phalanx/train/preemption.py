@@ -11,8 +11,6 @@ from typing import TypeVar
 
 from phalanx.system import exit_codes
 
-__all__ = ["PREEMPTION_EXIT_CODE", "PreemptionHandler"]
-
 PREEMPTION_EXIT_CODE = exit_codes.TERMINATED
 """The exit code of a rank that saved and exited on SIGTERM: 143, by the convention of shells."""
 

@@ -14,8 +14,6 @@ from phalanx.observe.recorder import report
 from phalanx.observe.wait_time import measure_wait_share
 from phalanx.system.extras import install_command
 
-__all__ = ["Display", "check_tensorboard", "open_tensorboard"]
-
 # Seconds between updates of speed and wait share, and between lines if there is no bar.
 _REFRESH_SECONDS = 1.0
 _LINE_SECONDS = 10.0

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from phalanx.errors import UsageError
 
-__all__ = ["random_states", "rank_seeds", "restore_random_states", "seed_rank"]
-
 _log = logging.getLogger("phalanx")
 
 

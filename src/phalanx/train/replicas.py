@@ -15,8 +15,6 @@ from phalanx.data.ranks import world_size_and_rank
 from phalanx.errors import UsageError
 from phalanx.parallel import average_gradients
 
-__all__ = ["Replicas", "describe_tensor"]
-
 _PREFIX = "module."
 # Number of differences that an error message lists.
 _MAX_LISTED = 3

@@ -15,8 +15,6 @@ from phalanx.train.random_generators import random_states, restore_random_states
 from phalanx.train.replicas import Replicas, describe_tensor
 from phalanx.train.step import Stepper
 
-__all__ = ["TrainingState"]
-
 _MAX_LISTED = 3
 # Settings that do not select an optimizer's algorithm. Its implementation may change between runs.
 _NON_ALGORITHM_KEYS = {"params", "param_names", "initial_lr", "foreach", "fused", "capturable"}

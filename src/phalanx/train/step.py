@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from phalanx.errors import UsageError
 from phalanx.train.replicas import Replicas
 
-__all__ = ["FiniteCheck", "StepSync", "Stepper", "SyncResult", "Totals", "check_metric_names"]
-
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

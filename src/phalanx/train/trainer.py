@@ -24,8 +24,6 @@ from phalanx.train.replicas import Replicas
 from phalanx.train.state import TrainingState
 from phalanx.train.step import FiniteCheck, Stepper, StepSync, Totals
 
-__all__ = ["Result", "Trainer"]
-
 # A scale below this means 30 skipped steps in a row, counted from PyTorch's initial scale. The
 # scale is then not the reason for values that are not finite. fairseq stops at the same scale.
 _MIN_SCALE = 1e-4

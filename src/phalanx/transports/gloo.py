@@ -42,8 +42,6 @@ from phalanx.system.polling import attempts
 from phalanx.transports.interface import CompletableTransfer, Transfer, Transport, TransportError
 from phalanx.transports.shutdown_hooks import delay_shutdown
 
-__all__ = ["GlooTransport"]
-
 _gloo: Any = ProcessGroupGloo  # its type stub is incomplete
 # Never reached: the waits for transfers have timeouts of their own.
 _NO_TIMEOUT = timedelta(days=365)

@@ -18,15 +18,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-__all__ = [
-    "CallbackThread",
-    "CompletableTransfer",
-    "TagQueues",
-    "Transfer",
-    "Transport",
-    "TransportError",
-]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 
-__all__ = ["delay_shutdown", "register_shutdown_hook"]
-
 _MAX_SECONDS = 10.0
 """The longest time that the end of the process waits for threads inside a library, in seconds."""
 _hooks: list[Callable[[], None]] = []

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["DeferredLinearGrad", "Product", "accumulation_node", "is_row_major_matrix"]
-
 
 class Product(NamedTuple):
     """The gradient of a weight as a deferred product `output.T @ input` of 2-D tensors."""

@@ -23,8 +23,6 @@ from phalanx.parallel.shared_data_parallel.parameters import SharedParameters
 from phalanx.parallel.shared_data_parallel.rank_topology import RankTopology
 from phalanx.parallel.shared_data_parallel.reducer import make_reducer
 
-__all__ = ["Gradients"]
-
 _NO_CHANGE = contextlib.nullcontext()
 
 

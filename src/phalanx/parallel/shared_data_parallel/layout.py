@@ -16,17 +16,6 @@ from torch import Tensor
 
 from phalanx.parallel.shared_data_parallel.deferred_linear import is_row_major_matrix
 
-__all__ = [
-    "ALIGNMENT",
-    "PAGE_BYTES",
-    "Bucket",
-    "Layout",
-    "ParameterFragment",
-    "ParameterSlot",
-    "make_layout",
-    "round_up",
-]
-
 PAGE_BYTES = 4096
 # The alignment of parameters in bytes: vector instructions then group elements as in a new tensor.
 ALIGNMENT = 64

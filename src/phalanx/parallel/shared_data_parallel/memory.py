@@ -15,8 +15,6 @@ from phalanx.errors import PhalanxError
 from phalanx.parallel.shared_data_parallel.layout import PAGE_BYTES, Bucket, round_up
 from phalanx.parallel.shared_data_parallel.rank_topology import RankTopology
 
-__all__ = ["HostMemory", "flat", "shaped_like"]
-
 
 class HostMemory:
     """Zeroed memory of a host, of which each rank sees a replica of its own.

@@ -24,8 +24,6 @@ from phalanx.parallel.shared_data_parallel.optimizer import ShardedOptimizer
 from phalanx.parallel.shared_data_parallel.parameters import share_parameters
 from phalanx.parallel.sync_batch_norm import SyncBatchNorm
 
-__all__ = ["BUCKET_BYTES", "SharedDataParallel"]
-
 #: The default size of a bucket, which is reduced at once, in bytes.
 BUCKET_BYTES = 4 * 2**20
 

@@ -20,8 +20,6 @@ from phalanx.parallel.shared_data_parallel.memory import HostMemory, flat, shape
 from phalanx.parallel.shared_data_parallel.parameters import SharedParameters, trim_heap
 from phalanx.parallel.shared_data_parallel.rank_topology import RankTopology
 
-__all__ = ["ELEMENTWISE", "ShardedOptimizer"]
-
 #: Optimizers of PyTorch that update each element independently.
 ELEMENTWISE = (
     optim.SGD,

@@ -15,8 +15,6 @@ from phalanx.parallel.shared_data_parallel.layout import Layout, make_layout
 from phalanx.parallel.shared_data_parallel.memory import HostMemory, shaped_like
 from phalanx.parallel.shared_data_parallel.rank_topology import RankTopology, find_topology
 
-__all__ = ["SharedParameters", "share_parameters", "trim_heap"]
-
 #: The dtypes of parameters that can be trained; frozen parameters may have any dtype.
 TRAINABLE_DTYPES = (
     torch.float32,

@@ -11,8 +11,6 @@ import torch.distributed as dist
 import phalanx
 from phalanx.torch_versions import form_local_group
 
-__all__ = ["RankTopology", "find_topology"]
-
 
 @dataclass(frozen=True)
 class RankTopology:

@@ -22,8 +22,6 @@ from phalanx.parallel.shared_data_parallel.memory import HostMemory
 from phalanx.parallel.shared_data_parallel.rank_topology import RankTopology
 from phalanx.torch_versions import reduce_scatter_single
 
-__all__ = ["make_reducer"]
-
 # The maximum number of buckets in progress: those that a rank has written and others may still
 # read.
 MAX_IN_FLIGHT = 2

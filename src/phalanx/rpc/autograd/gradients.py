@@ -28,16 +28,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from phalanx.errors import UsageError
 from phalanx.torch_versions import tensor_use_count
 
-__all__ = [
-    "AccumulatedParameters",
-    "Contexts",
-    "GradientAttributes",
-    "Gradients",
-    "Root",
-    "accumulate",
-    "ensure_owned",
-]
-
 _WORKER_SHIFT = 48
 """The position of the worker's id in a context's number, which makes it unique, as in PyTorch."""
 

@@ -43,8 +43,6 @@ from phalanx.rpc.autograd.nodes import (
     unpack_metadata,
 )
 
-__all__ = ["AutogradGraph", "BackwardRequest", "BackwardResponse", "PeerGraphs", "graph"]
-
 # Seconds to wait for further releases before a batch is sent.
 _BATCH_SECONDS = 0.01
 _LOG = logging.getLogger("phalanx.rpc")

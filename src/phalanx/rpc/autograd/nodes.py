@@ -12,22 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-__all__ = [
-    "ANCHOR",
-    "AutogradMetadata",
-    "RecvRpcBackward",
-    "SendHandles",
-    "Source",
-    "leaves",
-    "make_handle",
-    "pack_metadata",
-    "read_number",
-    "receive",
-    "receive_own",
-    "sources",
-    "unpack_metadata",
-]
-
 ANCHOR = torch.empty(0, requires_grad=True)
 """An input of every node: autograd makes no node without an input that requires gradients."""
 

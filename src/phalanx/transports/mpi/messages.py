@@ -25,15 +25,6 @@ from phalanx.system.extras import install_command
 from phalanx.system.polling import wait_until
 from phalanx.transports.interface import TransportError
 
-__all__ = [
-    "MAX_EAGER_BYTES",
-    "MAX_MESSAGE_BYTES",
-    "Communicator",
-    "Kind",
-    "Message",
-    "load_library",
-]
-
 _LAYOUT = struct.Struct("<QBiiQQ")
 MAX_EAGER_BYTES = 4000
 """The maximum size in bytes of a transfer that is sent eagerly, in one message.

@@ -26,8 +26,6 @@ from phalanx.transports.mpi.messages import (
 )
 from phalanx.transports.shutdown_hooks import register_shutdown_hook
 
-__all__ = ["MpiClient", "MpiProgressThread", "get_progress_thread"]
-
 _MIN_PAUSE, _MAX_PAUSE, _IDLE_PAUSE = 2e-5, 1e-3, 2e-2
 """Seconds between two polls of MPI: after activity, the longest, the longest without transports."""
 _START_MARGIN = 1.0

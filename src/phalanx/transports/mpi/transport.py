@@ -29,8 +29,6 @@ from phalanx.transports.interface import (
 from phalanx.transports.mpi.messages import MAX_EAGER_BYTES, Communicator, Kind, Message
 from phalanx.transports.mpi.progress_thread import MpiProgressThread
 
-__all__ = ["MpiTransport"]
-
 _DRAIN_SECONDS = 2.0
 """Seconds that a leaving rank waits for its peers to receive what it has sent."""
 _CLOSE_SECONDS = 2.0
@@ -53,7 +51,13 @@ class MpiTransport(Transport):
     """
 
     def __init__(self, mpi_thread: MpiProgressThread, store: Store, rank: int, size: int) -> None:
-        _check_size(mpi_thread.size, size)
+        if mpi_thread.size < size:
+            raise TransportError(
+                -1,
+                f"the group has {size} ranks, but MPI has {mpi_thread.size} "
+                f"process{'es' * (mpi_thread.size > 1)}: start all ranks with one mpirun, as in "
+                f"`mpirun -n {size} python script.py`",
+            )
         self._mpi_thread, self._store, self._rank = mpi_thread, store, rank
         name = int(store.compare_set("name", "", secrets.token_hex(7)), 16)
         store.set(_key(rank), f"{mpi_thread.communicator.name} {mpi_thread.rank}")
@@ -215,16 +219,6 @@ class _ClosedTransport:
 
     def fail(self, reason: str) -> None:
         pass
-
-
-def _check_size(processes: int, ranks: int) -> None:
-    if processes < ranks:
-        raise TransportError(
-            -1,
-            f"the group has {ranks} ranks, but MPI has {processes} "
-            f"process{'es' * (processes > 1)}: start all ranks with one mpirun, as in "
-            f"`mpirun -n {ranks} python script.py`",
-        )
 
 
 def _key(rank: int) -> str:

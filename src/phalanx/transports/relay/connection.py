@@ -20,8 +20,6 @@ from phalanx.transports.relay.protocol import (
     server_key_pair,
 )
 
-__all__ = ["Listener", "RelayConnection"]
-
 _CONNECT_SECONDS = 20.0
 _LINGER_MILLISECONDS = 2_000
 _CLOSE_SECONDS = 4.0

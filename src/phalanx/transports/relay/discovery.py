@@ -23,8 +23,6 @@ from phalanx.transports.relay.protocol import CHANNEL_BYTES
 from phalanx.transports.relay.server import RelayServer
 from phalanx.transports.shutdown_hooks import register_shutdown_hook
 
-__all__ = ["RelayAccess", "connect", "disconnect"]
-
 _KEY = "relay"
 _TUNNEL = "tunnel"
 """The remote endpoint of a relay that other hosts reach through the tunnel of `phalanx run`."""

@@ -17,17 +17,6 @@ import zmq
 from phalanx.key import derive
 from phalanx.system import curve
 
-__all__ = [
-    "CHANNEL_BYTES",
-    "MAX_DATA_BYTES",
-    "Frame",
-    "Kind",
-    "LeaveReason",
-    "client_key_pair",
-    "configure",
-    "server_key_pair",
-]
-
 CHANNEL_BYTES = 16
 MAX_DATA_BYTES = 256 * 2**10
 """The maximum size of the data of a frame in bytes."""

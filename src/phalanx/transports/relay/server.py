@@ -28,8 +28,6 @@ from phalanx.transports.relay.protocol import (
     server_key_pair,
 )
 
-__all__ = ["RelayServer"]
-
 _log = logging.getLogger("phalanx")
 
 _ZAP = "inproc://zeromq.zap.01"  # ZeroMQ's fixed address for authentication requests

@@ -22,8 +22,6 @@ from phalanx.transports.relay import discovery
 from phalanx.transports.relay.connection import RelayConnection
 from phalanx.transports.relay.protocol import MAX_DATA_BYTES, Frame, Kind, LeaveReason
 
-__all__ = ["RelayTransport"]
-
 _DRAIN_SECONDS = 2.0
 _POLL_SECONDS = 0.001
 _ABORTED = "this rank has closed its connections"
