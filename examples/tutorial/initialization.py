@@ -35,6 +35,8 @@ def count_ranks(rank: int, world_size: int, urls: list[str], backend: str) -> No
 
 
 if __name__ == "__main__":
+    if not hasattr(sys.modules["__main__"], "__file__"):
+        sys.exit("mp.spawn needs a file, not a notebook: python initialization.py")
     world_size = int(sys.argv[1]) if sys.argv[1:] else 2
     backend = sys.argv[2] if sys.argv[2:] else "phalanx"
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

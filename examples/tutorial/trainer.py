@@ -6,6 +6,7 @@ phalanx run --nproc-per-node 2 --max-restarts 1 trainer.py runs/digits --kill 35
 import argparse
 import os
 import signal
+import sys
 from collections.abc import Callable
 
 import torch
@@ -80,4 +81,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except phalanx.CheckpointError as error:  # such as a directory that cannot be written
+        sys.exit(str(error))

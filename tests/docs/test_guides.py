@@ -30,7 +30,12 @@ OTHER_PAGES = [
 ]
 # These use directives of Sphinx, which executes them.
 GENERATED = {"index.md"}
-SLOW = {"parameter-server", "testing-against-failure", "from-one-machine-to-many"}
+SLOW = {
+    "from-one-machine-to-many",
+    "parameter-server",
+    "testing-against-failure",
+    "watch-and-trace",
+}
 
 
 def select(language: str) -> list[object]:
