@@ -27,6 +27,7 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 exclude_patterns = ["_build"]
 
+myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 4
 # Programs, records of measurements and other files outside of the site are on this page.
 source_url = os.environ.get(

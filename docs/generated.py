@@ -1,6 +1,6 @@
 """Directives of the documentation whose content comes from the code.
 
-- `environment-variables`: the table of all environment variables.
+- `environment-variables`: the list of all environment variables.
 - `command-line`: the help of each command.
 - links to files of the repository that are not pages of the site.
 - a check that the translations follow the current English pages.
@@ -42,14 +42,13 @@ class GeneratedDirective(SphinxDirective):
 
 
 class EnvironmentVariables(GeneratedDirective):
-    """A table of the environment variables."""
+    """A list of the environment variables."""
 
     def generate(self) -> str:
-        """Return a table with a row for each variable."""
+        """Return a list with an entry for each variable."""
         from phalanx import env
 
-        rows = [f"| `{name}` | {text} |" for name, text in sorted(env.VARIABLES.items())]
-        return "\n".join(["| variable | meaning |", "| --- | --- |", *rows])
+        return "\n".join(f"`{name}`\n: {text}\n" for name, text in sorted(env.VARIABLES.items()))
 
 
 class CommandLine(GeneratedDirective):
