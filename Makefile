@@ -42,7 +42,7 @@ section = @printf '\n== %s\n' "$(1)"
 submake = @$(MAKE) --no-print-directory
 
 .PHONY: help setup setup-dev train test lint format native-test native-plain native-asan \
-	native-tsan kills model mutants pytest test-long test-all hosts conformance conformance-libraries conformance-rpc ecosystem pythons soak fuzz rpc-examples faults bench docs tidy clean distclean
+	native-tsan kills model mutants pytest test-long test-all hosts conformance conformance-libraries conformance-rpc ecosystem pythons soak fuzz rpc-examples faults bench docs casts tidy clean distclean
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3.12] [TORCH=2.14.1]"
@@ -304,6 +304,10 @@ docs: $(VENV)/.docs ## check all links, and build the documentation site in buil
 	@python tools/check_links.py
 	@$(if $(INTERSPHINX),,PHALANX_DOCS_OFFLINE=1) sphinx-build --fail-on-warning --keep-going --quiet docs build/site $(ARGS)
 	@echo "build/site/index.html"
+
+casts: setup-dev ## record the terminal pictures of the documentation from real runs
+	$(call section,Recording)
+	@python tools/record_casts.py $(ARGS)
 
 # ---- the end ----
 

@@ -177,7 +177,9 @@ def draw(name: str, ranks: int, path: Path) -> None:
     tensor_width = COUNT * CELL
     width = len(states) * (tensor_width + GAP) - GAP + 0.9
     height = ranks * ROW + 0.6
-    with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 10}):
+    # A page shows all pictures at one width, so that the text of a wide one must be larger.
+    font = {"svg.fonttype": "none", "font.size": max(10.0, 1.05 * width)}
+    with mpl.rc_context({"svg.hashsalt": name} | font):
         picture = Figure(figsize=(width, height), facecolor="white")
         axes = picture.add_axes((0, 0, 1, 1))
         axes.set(xlim=(-0.75, width - 0.75), ylim=(height - 0.55, -0.55))
@@ -192,7 +194,8 @@ def draw(name: str, ranks: int, path: Path) -> None:
                 _draw_tensor(axes, left, rank * ROW, row, ranks)
         for message in messages:
             _draw_message(axes, message, tensor_width)
-        picture.savefig(path, metadata={"Date": None, "Description": describe(messages)})
+        metadata = {"Date": None, "Description": describe(messages)}
+        picture.savefig(path, bbox_inches="tight", pad_inches=0.05, metadata=metadata)
 
 
 def _draw_tensor(axes: Axes, left: float, top: float, row: Sequence[int], ranks: int) -> None:

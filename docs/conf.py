@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 project = "Phalanx"
-author = "The Phalanx authors"
+author = project_copyright = "The Phalanx authors"
 version = release = metadata.version("phalanx")
 
 extensions = [
@@ -23,8 +23,11 @@ extensions = [
 ]
 html_theme = "furo"
 html_title = f"Phalanx {version}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 exclude_patterns = ["_build"]
 
+myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 4
 # Programs, records of measurements and other files outside of the site are on this page.
 source_url = os.environ.get(

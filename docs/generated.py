@@ -1,6 +1,6 @@
 """Directives of the documentation whose content comes from the code.
 
-- `environment-variables`: the table of all environment variables.
+- `environment-variables`: the list of all environment variables.
 - `command-line`: the help of each command.
 - links to files of the repository that are not pages of the site.
 - a check that the translations follow the current English pages.
@@ -30,9 +30,10 @@ class GeneratedDirective(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Parse the Markdown in place of the directive."""
+        self.env.note_reread()  # the content changes with the code, and not with the page
         container = nodes.container()
         lines = StringList(self.generate().splitlines(), source=self.name)
-        self.state.nested_parse(lines, self.content_offset, container)
+        self.state.nested_parse(lines, self.content_offset, container, match_titles=True)
         return container.children
 
     def generate(self) -> str:
@@ -41,31 +42,31 @@ class GeneratedDirective(SphinxDirective):
 
 
 class EnvironmentVariables(GeneratedDirective):
-    """A table of the environment variables."""
+    """A list of the environment variables."""
 
     def generate(self) -> str:
-        """Return a table with a row for each variable."""
+        """Return a list with an entry for each variable."""
         from phalanx import env
 
-        rows = [f"| `{name}` | {text} |" for name, text in sorted(env.VARIABLES.items())]
-        return "\n".join(["| variable | meaning |", "| --- | --- |", *rows])
+        return "\n".join(f"`{name}`\n: {text}\n" for name, text in sorted(env.VARIABLES.items()))
 
 
 class CommandLine(GeneratedDirective):
     """The help texts of all commands."""
 
     def generate(self) -> str:
-        """Return a code block for each command."""
+        """Return a section for each command."""
         import typer.testing
 
         from phalanx import cli
 
-        os.environ["COLUMNS"] = "100"
+        os.environ["COLUMNS"] = "88"  # the width of a block of code
         runner, parts = typer.testing.CliRunner(), []
         for command in ("", *cli.COMMANDS):
-            ended = runner.invoke(cli.make_app(), [*filter(None, [command]), "--help"])
+            arguments = [*filter(None, [command]), "--help"]
+            ended = runner.invoke(cli.make_app(), arguments, prog_name="phalanx")
             title = f"phalanx {command}".strip()
-            parts.append(f"**`{title}`**\n\n```text\n{ended.stdout.strip()}\n```\n")
+            parts.append(f"## `{title}`\n\n```text\n{ended.stdout.strip()}\n```\n")
         return "\n".join(parts)
 
 

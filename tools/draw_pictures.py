@@ -19,18 +19,25 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 DIRECTORY = Path(__file__).parents[1] / "docs"
 COLORS = ("#cfe2f3", "#f9d9c5", "#d5e8d0", "#e6d9f0")
 """One color per rank."""
-EDGE, TEXT = "#455a64", "#1b2a33"
+EDGE, TEXT, FAILED = "#455a64", "#1b2a33", "#c0392b"
+MEMORY, OUTSIDE = "#fff3cd", "#f7f9fa"
+"""The colors of shared memory, and of what contains other shapes."""
 
 Point = tuple[float, float]
 
 
 class Picture:
-    """A drawing in units of 0.5 inches; the origin is at the lower left."""
+    """A drawing; the origin is at the lower left.
+
+    A unit is 0.4 inches, and less in wide pictures: all of them fit into a column at full size.
+    """
 
     def __init__(self, width: float, height: float) -> None:
-        self._figure, self._axes = plt.subplots(figsize=(width / 2, height / 2))
+        unit = min(0.4, 7.4 / width)
+        self._figure, self._axes = plt.subplots(figsize=(width * unit, height * unit))
         self._axes.set(xlim=(0, width), ylim=(0, height), aspect="equal")
         self._axes.axis("off")
+        self._axes.set_position((0, 0, 1, 1))
 
     def box(
         self, x: float, y: float, width: float, height: float, text: str = "", **style: Any
@@ -71,7 +78,7 @@ class Picture:
 
     def save(self, path: Path) -> None:
         """Write the file; its bytes depend only on the drawing."""
-        self._figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+        self._figure.savefig(path, bbox_inches="tight", metadata={"Creator": None, "Date": None})
         plt.close(self._figure)
 
 
@@ -84,10 +91,10 @@ def draw_architecture() -> Picture:
         (4.6, 'backend "phalanx": process group, failure detection, flight recorder'),
     )
     for number, (y, text) in enumerate(layers):
-        picture.box(0.2, y, 19.6, 1.0, text, facecolor=("white", "#eceff1", COLORS[2])[number])
+        picture.box(0.2, y, 19.6, 1.0, text, facecolor=("white", "#eceff1", MEMORY)[number])
     for host, x in enumerate((0.2, 12.2)):
-        picture.box(x, 0.2, 7.6, 4.0, f"host {host}", top=True, facecolor="#f7f9fa")
-        picture.box(x + 0.4, 0.5, 6.8, 0.9, "shared memory", facecolor=COLORS[2])
+        picture.box(x, 0.2, 7.6, 4.0, f"host {host}", top=True, facecolor=OUTSIDE)
+        picture.box(x + 0.4, 0.5, 6.8, 0.9, "shared memory", facecolor=MEMORY)
         for local in range(2):
             rank, left = 2 * host + local, x + 0.6 + 3.6 * local
             picture.box(left, 2.2, 2.8, 0.9, f"rank {rank}", facecolor=COLORS[rank])
@@ -119,7 +126,7 @@ def draw_memory() -> Picture:
 def draw_processes() -> Picture:
     """Draw four processes in a group."""
     picture = Picture(13, 3.6)
-    picture.box(0.2, 0.2, 12.6, 3.2, "process group, world size 4", top=True, facecolor="#f7f9fa")
+    picture.box(0.2, 0.2, 12.6, 3.2, "process group, world size 4", top=True, facecolor=OUTSIDE)
     for rank in range(4):
         picture.rank(rank, 0.7 + 3.1 * rank, 0.7, "own memory")
     for rank in range(3):
@@ -190,39 +197,48 @@ def draw_synchronous_sgd() -> Picture:
 
 def draw_initialization() -> Picture:
     """Draw the store through which ranks find each other, and then their connections."""
-    picture = Picture(17, 5.2)
-    picture.text(3.8, 4.9, "1. Every rank asks the store", fontsize=10, fontweight="bold")
-    picture.text(13.0, 4.9, "2. Ranks connect to each other", fontsize=10, fontweight="bold")
-    picture.box(1.5, 3.1, 4.6, 1.1, "store\nMASTER_ADDR:MASTER_PORT")
+    picture = Picture(17.4, 5.2)
+    picture.text(4.2, 4.9, "1. Every rank asks the store", fontsize=10, fontweight="bold")
+    picture.text(13.4, 4.9, "2. Ranks connect to each other", fontsize=10, fontweight="bold")
+    picture.box(1.2, 3.1, 6.0, 1.1, "store\nMASTER_ADDR:MASTER_PORT")
     centers = []
     for rank in range(3):
-        picture.rank(rank, 2.8 * rank, 0.5)
-        picture.arrow((2.8 * rank + 1.2, 1.7), (3.8, 3.1))
-    for rank, (x, y) in enumerate(((9.4, 0.5), (14.4, 0.5), (11.9, 3.0))):
+        picture.rank(rank, 0.2 + 2.8 * rank, 0.5)
+        picture.arrow((1.4 + 2.8 * rank, 1.7), (4.2, 3.1))
+    for rank, (x, y) in enumerate(((9.8, 0.5), (14.8, 0.5), (12.3, 3.0))):
         picture.rank(rank, x, y)
         centers.append((x + 1.2, y + 0.6))
     for first, second in ((0, 1), (0, 2), (1, 2)):
-        picture.arrow(centers[first], centers[second], arrowstyle="<|-|>", shrinkA=38, shrinkB=38)
+        picture.arrow(centers[first], centers[second], arrowstyle="<|-|>", shrinkA=36, shrinkB=36)
     return picture
 
 
 def draw_machines() -> Picture:
-    """Draw two machines behind a router, without and with a relay."""
-    picture = Picture(22, 6.2)
-    picture.text(5.2, 5.9, "direct connections", fontsize=10, fontweight="bold")
-    picture.text(16.6, 5.9, "relay", fontsize=10, fontweight="bold")
-    for x, service in ((0.2, "store"), (11.6, "store, relay")):
-        for offset, text in ((0, "machine A\npublic address"), (7.0, "machine B\n192.168.1.10")):
-            picture.box(x + offset, 0.2, 3.0, 4.8, text, top=True, facecolor="#f7f9fa")
-        picture.box(x + 5.0, 0.4, 0.6, 3.9, facecolor="#eceff1")
-        picture.text(x + 5.3, 4.6, "router")
-        picture.box(x + 0.4, 2.5, 2.2, 0.9, service)
-        picture.box(x + 0.4, 0.8, 2.2, 0.9, "rank 0", facecolor=COLORS[0])
-        picture.box(x + 7.4, 0.8, 2.2, 0.9, "rank 1", facecolor=COLORS[1])
-        picture.arrow((x + 7.4, 1.5), (x + 2.6, 2.95))
-    picture.arrow((2.8, 1.1), (5.2, 1.1), color="#c0392b")
-    picture.text(4.15, 0.75, "no way in", fontsize=8, color="#c0392b")
-    picture.arrow((13.1, 1.7), (13.1, 2.5), arrowstyle="<|-|>")
+    """Draw two machines behind routers, without and with a relay."""
+    picture = Picture(22.8, 6.4)
+    for x, title, service in (
+        (0.2, "direct connections", "store"),
+        (11.8, "relay", "store, relay"),
+    ):
+        picture.text(x + 5.4, 6.1, title, fontsize=10, fontweight="bold")
+        for offset, machine in ((0.0, "A"), (7.3, "B")):
+            name = f"machine {machine}\n192.168.1.10"
+            picture.box(x + offset, 0.2, 3.5, 5.1, name, top=True, facecolor=OUTSIDE)
+        # The gap in the router of machine A is the port that it forwards.
+        for offset, bottom, height in ((4.1, 0.2, 2.0), (4.1, 3.2, 1.4), (6.3, 0.2, 4.4)):
+            picture.box(x + offset, bottom, 0.4, height, facecolor="#cfd8dc")
+        picture.text(x + 4.3, 5.0, "router", fontsize=8)
+        picture.text(x + 6.5, 5.0, "router", fontsize=8)
+        picture.box(x + 0.3, 2.5, 2.9, 0.9, service)
+        picture.box(x + 0.3, 0.6, 2.9, 0.9, "rank 0", facecolor=COLORS[0])
+        picture.box(x + 7.6, 0.6, 2.9, 0.9, "rank 1", facecolor=COLORS[1])
+        style = "-|>" if service == "store" else "<|-|>"
+        picture.arrow((x + 7.6, 1.5), (x + 3.2, 3.0), arrowstyle=style)
+        picture.text(x + 5.4, 3.7, "forwarded\nport", fontsize=7)
+    picture.arrow((3.4, 1.3), (6.5, 1.3), color=FAILED)
+    picture.arrow((7.8, 0.7), (4.7, 0.7), color=FAILED)
+    picture.text(5.6, 1.0, "no way in", fontsize=7, color=FAILED)
+    picture.arrow((13.5, 1.5), (13.5, 2.5), arrowstyle="<|-|>")
     return picture
 
 
@@ -236,8 +252,8 @@ def draw_parameter_server() -> Picture:
     picture.arrow((2.4, 1.8), (5.2, 3.7), arrowstyle="<|-|>")
     picture.arrow((10.6, 1.8), (7.8, 3.7), arrowstyle="<|-|>")
     picture.arrow((4.2, 1.1), (8.8, 1.1), "all-reduce of gradients", arrowstyle="<|-|>")
-    picture.text(2.0, 2.9, "calls: rows,\ngradients of rows", fontsize=8)
-    picture.text(11.0, 2.9, "calls: rows,\ngradients of rows", fontsize=8)
+    picture.text(1.8, 2.95, "calls: rows,\ngradients of rows", fontsize=8)
+    picture.text(11.2, 2.95, "calls: rows,\ngradients of rows", fontsize=8)
     return picture
 
 
@@ -251,7 +267,7 @@ def draw_trainer() -> Picture:
     for step in range(1, 4):
         x = 3.2 + step * 5 / 3
         picture.box(x - 0.45, 3.25, 0.9, 0.6, f"{10 * step}", facecolor=COLORS[2])
-    picture.text(9.9, 2.9, "killed at step 35", color="#c0392b", ha="left")
+    picture.text(9.9, 2.9, "killed at step 35", color=FAILED, ha="left")
     picture.arrow((8.2, 2.8), (8.2, 1.1), linestyle="--")
     picture.text(6.3, 1.9, "checkpoint of step 30", fontsize=8)
     for step in range(4, 8):
