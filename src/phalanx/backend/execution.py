@@ -187,7 +187,7 @@ class CollectiveExecutor:
         operation = self._describe(name, subject, op, root, site)
         native = self._membership.native
         propagate_deadlock(native)
-        return status_error(status, native, self._membership.rank_label, operation, timeout)
+        return status_error(status, native, self._membership, operation, timeout)
 
     def _describe(
         self,

@@ -13,13 +13,16 @@ import contextlib
 import os
 import sys
 import weakref
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from phalanx import _native
 from phalanx.backend import deadlock_detector
 from phalanx.backend.progress import CollectiveThread, MessageThread
 from phalanx.errors import UsageError
 from phalanx.observe import exception_hook, recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _STOP_SECONDS = 2.0
 _LEFT_ERRORS = (ValueError, UsageError)
@@ -35,11 +38,22 @@ class Membership:
         size: World size of the group.
         name: The group's name, for the names of its threads.
         timeout: The time that an operation may wait for its peers, in seconds.
+        members: Ranks in the default group by rank in the group; all if empty.
     """
 
-    def __init__(self, native: Any, rank: int, size: int, name: str, timeout: float) -> None:
+    def __init__(
+        self,
+        native: Any,
+        rank: int,
+        size: int,
+        name: str,
+        timeout: float,
+        members: Sequence[int] = (),
+    ) -> None:
         self.native = native
         self.rank = rank
+        self.name = name
+        self.members = tuple(members) or tuple(range(size))
         self.rank_label = f"rank {rank}/{size}"
         self.timeout = timeout
         self.collective_thread = CollectiveThread(f"phalanx-{name}-collectives")

@@ -123,7 +123,10 @@ def launch(
         if not has_finished:
             raise LaunchError(
                 f"timeout: these ranks were still running after {timeout} s and were stopped: "
-                f"{_format_ranks(ranks.stopped)}{_explain_hint(launcher_log, 1)}"
+                f"{_format_ranks(ranks.stopped)}{_explain_hint(launcher_log, 1)}",
+                ranks=ranks.stopped,
+                seconds=timeout,
+                job=launcher_log.name,
             )
     return [_load_result(rank, outcome) for rank, outcome in enumerate(ranks.outcomes)]
 
@@ -219,7 +222,8 @@ def _start_rank(ranks: RankProcesses, environ: Mapping[str, str]) -> None:
     try:
         ranks.start(environ)
     except OSError as error:
-        raise LaunchError(f"can't start rank {environ['RANK']}: {error}") from error
+        rank = int(environ["RANK"])
+        raise LaunchError(f"can't start rank {rank}: {error}", ranks=[rank]) from error
 
 
 def _raise_failure(
@@ -238,7 +242,8 @@ def _raise_failure(
     parts += [f"Failed after it: {_format_ranks(later)}."] if later else []
     parts += [f"Stopped by the launcher: {_format_ranks(ranks.stopped)}."] if ranks.stopped else []
     message = "\n\n".join(parts) + _explain_hint(launcher_log, cause.exit_code)
-    raise LaunchError(message) from _load_error(outcome)
+    error = LaunchError(message, ranks=[cause.rank], job=launcher_log.name)
+    raise error from _load_error(outcome)
 
 
 def _explain_hint(launcher_log: LauncherLogWriter, code: int) -> str:
@@ -266,11 +271,13 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 def _load_result(rank: int, outcome: RankOutcome | None) -> Any:
     if outcome is None or outcome.value is None:
-        raise LaunchError(f"rank {rank} ended without a result")
+        raise LaunchError(f"rank {rank} ended without a result", ranks=[rank])
     try:
         return pickle.loads(outcome.value)
     except Exception as error:
-        raise LaunchError(f"rank {rank}'s result can't be unpickled here: {error}") from error
+        raise LaunchError(
+            f"rank {rank}'s result can't be unpickled here: {error}", ranks=[rank]
+        ) from error
 
 
 @dataclass
