@@ -46,12 +46,15 @@ if TYPE_CHECKING:
     from phalanx.backend.process_group import abort as abort
     from phalanx.backend.process_group import host_ranks as host_ranks
     from phalanx.errors import Aborted as Aborted
+    from phalanx.errors import ArgumentTypeError as ArgumentTypeError
+    from phalanx.errors import CallTimeout as CallTimeout
     from phalanx.errors import CheckpointError as CheckpointError
     from phalanx.errors import CollectiveMismatch as CollectiveMismatch
     from phalanx.errors import CollectiveTimeout as CollectiveTimeout
     from phalanx.errors import LaunchError as LaunchError
     from phalanx.errors import PeerLost as PeerLost
     from phalanx.errors import PhalanxError as PhalanxError
+    from phalanx.errors import RemoteError as RemoteError
     from phalanx.errors import UsageError as UsageError
     from phalanx.launcher.init import Session as Session
     from phalanx.launcher.init import init as init
@@ -60,6 +63,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Aborted": "phalanx.errors",
+    "ArgumentTypeError": "phalanx.errors",
+    "CallTimeout": "phalanx.errors",
     "CheckpointError": "phalanx.errors",
     "CollectiveMismatch": "phalanx.errors",
     "CollectiveTimeout": "phalanx.errors",
@@ -67,6 +72,7 @@ _MODULES = {
     "Options": "phalanx.backend.options",
     "PeerLost": "phalanx.errors",
     "PhalanxError": "phalanx.errors",
+    "RemoteError": "phalanx.errors",
     "Session": "phalanx.launcher.init",
     "UsageError": "phalanx.errors",
     "abort": "phalanx.backend.process_group",

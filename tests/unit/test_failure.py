@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
+import pickle
 import re
 import signal
 import socket
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ from phalanx.errors import (
     Aborted,
     CollectiveMismatch,
     CollectiveTimeout,
+    LaunchError,
     PeerLost,
     PhalanxError,
 )
@@ -77,9 +81,17 @@ class Group:
         return self.ended
 
 
+# Rank 0 of the group is rank 10 of the job, and so on.
+MEMBERSHIP = SimpleNamespace(rank_label="rank 2/8", rank=2, name="4", members=range(10, 50))
+
+
+def make_error(status: Status, group: Group | None = None) -> PhalanxError:
+    parts: Any = status, group or Group(), MEMBERSHIP
+    return status_error(*parts, "all_reduce #41 at train.py:40", 7.5)
+
+
 def explain(status: Status, group: Group | None = None) -> tuple[type[PhalanxError], str]:
-    ours: Any = status
-    error = status_error(ours, group or Group(), "rank 2/8", "all_reduce #41 at train.py:40", 7.5)  # type: ignore[arg-type]
+    error = make_error(status, group)
     prefix = f"[rank 2/8 on {socket.gethostname()}] all_reduce #41 at train.py:40: "
     text = str(error)
     assert text.startswith(prefix)
@@ -400,3 +412,69 @@ def test_abort_of_several_hosts() -> None:
     code, text = words.explain(Status("aborted", reporter=3), 7.5)
     assert code == "aborted"
     assert text.endswith(why)
+
+
+@pytest.mark.parametrize(
+    ("status", "ranks", "seconds"),
+    [
+        (Status("peer_lost", peer=5, reporter=2), (15,), None),
+        (Status("left", peer=5, reporter=2, mine=ALL_REDUCE), (15,), None),
+        (Status("mismatch", peer=5, reporter=2, mine=ALL_REDUCE), (12, 15), None),
+        (Status("timeout", peer=5, reporter=2, mine=ALL_REDUCE), (14, 15), 7.5),
+        (Status("timeout", peer=2, reporter=2, mine=ALL_REDUCE), (12,), 7.5),
+        (Status("aborted", reporter=0), (10,), None),
+        (Status("interrupted", reporter=2, mine=ALL_REDUCE), (12,), None),
+        (Status("out_of_memory", reporter=3, error=12), (13,), None),
+    ],
+)
+def test_the_attributes_name_ranks_of_the_job(
+    status: Status, ranks: tuple[int, ...], seconds: float | None
+) -> None:
+    error = make_error(status, Group(late=(4, 5)))
+    assert (error.ranks, error.seconds) == (ranks, seconds)
+    assert (error.operation, error.group) == ("all_reduce #41", "4")
+
+
+@pytest.mark.parametrize(
+    ("failure", "ranks", "seconds"),
+    [
+        (GroupFailure("peer_lost", "rank 5 has died", 0, 5), (15,), None),
+        (GroupFailure("timeout", "rank 0 waited for rank 5", 0, 5), (15,), 7.5),
+        (GroupFailure("timeout", "rank 0 waited for a rank of another host", 0, -1), (), 7.5),
+        (GroupFailure("mismatch", "ranks disagree", 0, 5), (10, 15), None),
+    ],
+)
+def test_a_failure_of_another_host_has_the_attributes(
+    failure: Any, ranks: tuple[int, ...], seconds: float | None
+) -> None:
+    error = make_error(failure)
+    assert (error.ranks, error.seconds) == (ranks, seconds)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
+@pytest.mark.parametrize(
+    "kind",
+    [PhalanxError, PeerLost, CollectiveMismatch, CollectiveTimeout, Aborted, LaunchError],
+)
+def test_attributes_survive_copies(kind: type[PhalanxError], copied: Any) -> None:
+    error = kind("text", ranks=[3, 1], operation="barrier #2", group="0", seconds=2.0, job="a")
+    found = copied(error)
+    assert type(found) is kind
+    assert found.args == ("text",)
+    assert vars(found) == vars(error)
+    assert found.ranks == (3, 1)
+    other = found.replace("more text", operation="broadcast #3")
+    assert type(other) is kind
+    assert (str(other), other.ranks, other.operation) == ("more text", (3, 1), "broadcast #3")
+    assert str(found) == "text"
+
+
+def test_an_error_has_all_attributes_by_default() -> None:
+    error = PhalanxError("text")
+    assert vars(error) == {
+        "ranks": (),
+        "operation": None,
+        "group": None,
+        "seconds": None,
+        "job": None,
+    }

@@ -173,7 +173,7 @@ class CollectiveExecutor:
         description = self._describe(operation, site)
         native = self._membership.native
         propagate_deadlock(native)
-        return status_error(status, native, self._membership.rank_label, description, timeout)
+        return status_error(status, native, self._membership, description, timeout)
 
     def _describe(self, operation: _Operation, site: str, has_begun: bool = True) -> str:
         """Return text for an operation in progress, or a queued one, which has no number yet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,12 @@ from phalanx.errors import (
     PeerLost,
     PhalanxError,
 )
+from phalanx.observe import recorder
 from phalanx.system.processes import describe_exit
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from phalanx.backend.membership import Membership
     from phalanx.hierarchical.failure import GroupFailure
 
@@ -37,6 +41,7 @@ _ERROR_CLASSES = {
     "aborted": Aborted,
     "interrupted": Aborted,
 }
+_OPERATION_NAME = re.compile(r"(?:queued |a )?(\w+(?: #\d+)?)")
 _FORWARDED_CODES = {
     "PeerLost": "peer_lost",
     "CollectiveMismatch": "mismatch",
@@ -75,7 +80,7 @@ class FailureFormatter:
 def status_error(
     status: _native.Status | GroupFailure,
     group: _native.Group,
-    rank_label: str,
+    membership: Membership,
     operation: str,
     timeout: float,
 ) -> PhalanxError:
@@ -84,7 +89,7 @@ def status_error(
     Args:
         status: The failure that the core, or a group that spans hosts, reports.
         group: The group, which knows the pids of its ranks and how processes ended.
-        rank_label: This rank, as in "rank 2/8".
+        membership: The membership of this rank in the group.
         operation: The operation of this rank with its call site, as text.
         timeout: The timeout of this operation in seconds.
     """
@@ -93,7 +98,10 @@ def status_error(
         error_class, text = _describe_status(status, group, timeout)  # type: ignore[arg-type]
     else:  # the text comes from a rank of this host or of another one
         error_class, text = _ERROR_CLASSES.get(status.code, PhalanxError), reported
-    return error_class(f"[{rank_label} on {socket.gethostname()}] {operation}: {text}")
+    message = f"[{membership.rank_label} on {socket.gethostname()}] {operation}: {text}"
+    seconds = timeout if issubclass(error_class, CollectiveTimeout) else None
+    ranks = _ranks_at_fault(status, group)
+    return error_class(message, **_attributes(membership, ranks, operation, seconds))
 
 
 def wait_timeout_error(
@@ -110,20 +118,60 @@ def wait_timeout_error(
     group, rank = membership.native, membership.rank
     late = [] if group.closed else group.ranks_behind(rank)
     names = ", ".join(peer_state.format_rank(group, other) for other in late) or "its peers"
+    attributes = _attributes(membership, late, operation, seconds)
     return CollectiveTimeout(
         f"[{membership.rank_label} on {socket.gethostname()}] {operation}: rank {rank} waited for "
         f"{names} until the timeout of {seconds:g} s of this wait, "
         f"{time.monotonic() - call_time:.1f} s after the call{_describe_late_ranks(group, late)}; "
-        "the operation continues, and can be waited for again"
+        "the operation continues, and can be waited for again",
+        **attributes,
     )
 
 
-def left_group_error(rank_label: str, operation: str) -> Aborted:
+def left_group_error(membership: Membership, operation: str) -> Aborted:
     """Return the exception for an operation that was in progress when this rank left the group."""
     return Aborted(
-        f"[{rank_label} on {socket.gethostname()}] {operation}: this rank has left the group "
-        "(destroy_process_group) before the operation ended: wait for its work first"
+        f"[{membership.rank_label} on {socket.gethostname()}] {operation}: this rank has left the "
+        "group (destroy_process_group) before the operation ended: wait for its work first",
+        **_attributes(membership, [membership.rank], operation),
     )
+
+
+def _attributes(
+    membership: Membership, ranks: Iterable[int], operation: str, seconds: float | None = None
+) -> dict[str, Any]:
+    """Return the attributes of an error.
+
+    Args:
+        membership: The membership of this rank in the group.
+        ranks: The ranks at fault, as numbers in the group.
+        operation: The operation as text; its name and number begin it.
+        seconds: The timeout that passed, in seconds.
+    """
+    name = _OPERATION_NAME.match(operation)
+    return {
+        "ranks": [membership.members[rank] for rank in sorted({*ranks})],
+        "operation": name[1] if name else None,
+        "group": membership.name,
+        "seconds": seconds,
+        "job": recorder.get_job_name(),
+    }
+
+
+def _ranks_at_fault(status: _native.Status | GroupFailure, group: _native.Group) -> list[int]:
+    """Return the ranks that a failure is about, as numbers in the group."""
+    peers = [status.peer] if status.peer >= 0 else []
+    match status.code:
+        case "peer_lost" | "left":
+            return peers
+        case "mismatch" | "deadlock":
+            return [status.reporter, *peers]
+        case "timeout":
+            # A failure that another host reports has no fingerprints, but the rank waited for.
+            is_native = hasattr(status, "mine") and status.peer != status.reporter
+            return _late_ranks(status, group) if is_native else peers  # type: ignore[arg-type]
+        case _:
+            return [status.reporter]
 
 
 def describe_missing_rank(default_group: Any, member: int, claimant: str) -> str:

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -45,11 +45,22 @@ class Membership:
         size: World size of the group.
         name: The group's name, for the names of its threads.
         timeout: The time that an operation may wait for its peers, in seconds.
+        members: Ranks in the default group by rank in the group; all if empty.
     """
 
-    def __init__(self, native: Any, rank: int, size: int, name: str, timeout: float) -> None:
+    def __init__(
+        self,
+        native: Any,
+        rank: int,
+        size: int,
+        name: str,
+        timeout: float,
+        members: Sequence[int] = (),
+    ) -> None:
         self.native = native
         self.rank = rank
+        self.name = name
+        self.members = tuple(members) or tuple(range(size))
         self.rank_label = f"rank {rank}/{size}"
         self.timeout = timeout
         self.coalesced_works: list[Work] | None = None

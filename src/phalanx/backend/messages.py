@@ -121,7 +121,7 @@ class Messages:
     def abandon(self) -> None:
         """End the works of all messages, whose group this rank has left."""
         for work in list(self._active):
-            work.abandon(left_group_error(self._membership.rank_label, "a message"))
+            work.abandon(left_group_error(self._membership, "a message"))
         self._active.clear()
 
     def _make_work(
@@ -181,9 +181,9 @@ class Messages:
         operation = f"{name} {format_tensor(tensor)} {format_peer(name, peer, tag)} at {site}"
         membership = self._membership
         if status.code == "left" and status.peer == membership.rank:
-            return left_group_error(membership.rank_label, operation)
+            return left_group_error(membership, operation)
         propagate_deadlock(native)
-        return status_error(status, native, membership.rank_label, operation, timeout)
+        return status_error(status, native, membership, operation, timeout)
 
 
 def check_peer(peer: int, size: int, name: str) -> None:

@@ -119,7 +119,7 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup:
     torch_patches.apply(ProcessGroup)
     if os.environ.get("TORCH_DIST_NAN_CHECK") == "1":
         warn_once("nan", "TORCH_DIST_NAN_CHECK has no effect: PyTorch checks its own groups only")
-    group = ProcessGroup(native, store, rank, size, name, options.timeout)
+    group = ProcessGroup(native, store, rank, size, name, options.timeout, members)
     group.hosts = layout.hosts
     group.transport = transport
     group._nccl.required = transport == "nccl"
@@ -173,7 +173,14 @@ class ProcessGroup(dist.ProcessGroup):
     supports_window = False
 
     def __init__(
-        self, native: Any, store: Store, rank: int, size: int, name: str, timeout: timedelta
+        self,
+        native: Any,
+        store: Store,
+        rank: int,
+        size: int,
+        name: str,
+        timeout: timedelta,
+        members: Sequence[int] = (),
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg] # the stub lacks this constructor
         self._store = store
@@ -186,7 +193,7 @@ class ProcessGroup(dist.ProcessGroup):
         """The ranks of each host."""
         self.transport = ""
         """The name of the transport between hosts, if there are several."""
-        self._membership = Membership(native, rank, size, name, timeout.total_seconds())
+        self._membership = Membership(native, rank, size, name, timeout.total_seconds(), members)
         self._executor = CollectiveExecutor(self._membership)
         self._messages = Messages(self._membership, size)
         self._nccl = NcclChild(store, rank, size, timeout)
@@ -571,7 +578,12 @@ class ProcessGroup(dist.ProcessGroup):
                 raise CollectiveTimeout(
                     f"[{self._membership.rank_label} on {socket.gethostname()}] monitored_barrier "
                     f"at {call_site()}: Rank {self._rank} timed out in monitoredBarrier, with a "
-                    f"timeout of {timeout}"
+                    f"timeout of {timeout}",
+                    ranks=self._membership.members[:1] if self._rank else (),
+                    operation="monitored_barrier",
+                    group=self._name,
+                    seconds=timeout.total_seconds(),
+                    job=recorder.get_job_name(),
                 )
         native = self._membership.native
         try:
@@ -580,7 +592,7 @@ class ProcessGroup(dist.ProcessGroup):
         except CollectiveTimeout as error:
             missing = [] if native.closed else native.ranks_behind(0)
             gloo_message = _gloo_message(self._rank, missing if wait_all_ranks else missing[:1])
-            raise CollectiveTimeout(f"{error}. {gloo_message}") from None
+            raise error.replace(f"{error}. {gloo_message}") from None
 
     # Collectives on single tensors, which hold one part per rank.
 

@@ -184,7 +184,8 @@ class _UnevenLoop(Generic[T]):
         if failed := [rank for rank, size in enumerate(sizes) if size == _FAILED]:
             raise PhalanxError(
                 f"{self.caller}: {_format_ranks(failed)} raised while it fetched the batch of step "
-                f"{self.step} (counted from 1): see the error of that rank"
+                f"{self.step} (counted from 1): see the error of that rank",
+                ranks=[dist.get_process_group_ranks(self.group)[rank] for rank in failed],
             )
         return sizes
 

@@ -260,7 +260,7 @@ class EmbeddingServer:
         """
         with self._lock:
             self._failure = PeerLost(
-                f"table {self.table.name!r}: trainer {trainer} is lost: {reason}"
+                f"table {self.table.name!r}: trainer {trainer} is lost: {reason}", ranks=[trainer]
             )
             ended = self._fail_waiters(self._failure)
         for each in ended:
@@ -268,7 +268,7 @@ class EmbeddingServer:
 
     def _check_failure(self) -> None:
         if self._failure is not None:
-            raise type(self._failure)(str(self._failure))
+            raise self._failure.replace(str(self._failure))
 
     def _check_trainer(self, trainer: int) -> None:
         if not 0 <= trainer < self.trainers:
@@ -314,7 +314,7 @@ class EmbeddingServer:
         ended, self._waiters = self._waiters, []
         self._gradients.clear()
         for each in ended:
-            each.error = type(error)(str(error))
+            each.error = error.replace(str(error))
         return ended
 
     def _start_timer(self) -> None:
@@ -349,7 +349,9 @@ class EmbeddingServer:
         return CollectiveTimeout(
             f"table {self.table.name!r}: trainer {waiter.trainer} has waited {self.timeout:g} s in "
             f"step {waiter.step} for trainers {missing}, which have made "
-            f"{[self._steps[other] for other in missing]} steps"
+            f"{[self._steps[other] for other in missing]} steps",
+            ranks=missing,
+            seconds=self.timeout,
         )
 
     def save(self, path: str) -> None:

@@ -118,14 +118,17 @@ def launch(
                 try:
                     ranks.start({**environ, **variables})
                 except OSError as error:
-                    raise LaunchError(f"can't start rank {rank}: {error}") from error
+                    raise LaunchError(f"can't start rank {rank}: {error}", ranks=[rank]) from error
             has_finished = ranks.wait(deadline)
         if failures := [failure for failure in ranks.failures if not failure.stopped]:
             _raise_failure(find_root_cause(failures), ranks, launcher_log)
         if not has_finished:
             raise LaunchError(
                 f"timeout: these ranks were still running after {timeout} s and were stopped: "
-                f"{_format_ranks(ranks.stopped)}{_explain_hint(launcher_log, 1)}"
+                f"{_format_ranks(ranks.stopped)}{_explain_hint(launcher_log, 1)}",
+                ranks=ranks.stopped,
+                seconds=timeout,
+                job=launcher_log.name,
             )
     return [_load_result(rank, outcome) for rank, outcome in enumerate(ranks.outcomes)]
 
@@ -220,7 +223,8 @@ def _raise_failure(
     parts += [f"Failed after it: {_format_ranks(later)}."] if later else []
     parts += [f"Stopped by the launcher: {_format_ranks(ranks.stopped)}."] if ranks.stopped else []
     message = "\n\n".join(parts) + _explain_hint(launcher_log, cause.exit_code)
-    raise LaunchError(message) from _load_error(outcome)
+    error = LaunchError(message, ranks=[cause.rank], job=launcher_log.name)
+    raise error from _load_error(outcome)
 
 
 def _explain_hint(launcher_log: LauncherLogWriter, code: int) -> str:
@@ -248,11 +252,13 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 def _load_result(rank: int, outcome: RankOutcome | None) -> Any:
     if outcome is None or outcome.value is None:
-        raise LaunchError(f"rank {rank} ended without a result")
+        raise LaunchError(f"rank {rank} ended without a result", ranks=[rank])
     try:
         return pickle.loads(outcome.value)
     except Exception as error:
-        raise LaunchError(f"rank {rank}'s result can't be unpickled here: {error}") from error
+        raise LaunchError(
+            f"rank {rank}'s result can't be unpickled here: {error}", ranks=[rank]
+        ) from error
 
 
 @dataclass

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "close",
     "get_job_directory",
+    "get_job_name",
     "open_for_group",
     "open_for_workers",
     "publish_job",
@@ -168,6 +169,12 @@ def report(
 def get_job_directory() -> JobDirectory | None:
     """Return the directory of this process's job; None without a flight recorder in a file."""
     return None if _recorder is None else _recorder.directory
+
+
+def get_job_name() -> str | None:
+    """Return the name of this process's job; None without a flight recorder in a file."""
+    directory = get_job_directory()
+    return None if directory is None else directory.name
 
 
 def close() -> None:

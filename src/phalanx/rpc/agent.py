@@ -190,7 +190,10 @@ class Agent:
             if isinstance(error, TimeoutError):
                 raise CallTimeout(
                     f"{description} took longer than {timeout:g} s: {peer} does not read: "
-                    "is it stopped?"
+                    "is it stopped?",
+                    ranks=[peer.id],
+                    operation=description,
+                    seconds=timeout,
                 ) from None
             if isinstance(error, OSError):
                 raise self.loss_error(peer, description) from None
@@ -204,7 +207,11 @@ class Agent:
         if self.is_closed:
             return PhalanxError(f"this worker left RPC while it waited for {description}")
         reason = peer.mark_lost(peer.find_loss_reason())
-        return PeerLost(f"{reason} while this worker waited for {description}")
+        return PeerLost(
+            f"{reason} while this worker waited for {description}",
+            ranks=[peer.id],
+            operation=description,
+        )
 
     def call_async(
         self, peer: Peer, kind: Kind, body: object, description: str, timeout: float, extra: int = 0
@@ -229,14 +236,14 @@ class Agent:
         frames = self.codec.encode(kind, peer, call, body, description, extra, copies)
         self.count_activity(kind)
         peer.pending[call] = PendingFuture(
-            future, description, body, torch.is_grad_enabled(), end, now
+            future, description, body, torch.is_grad_enabled(), end, now, peer.id
         )
         if timeout:
             self.reactor.add_deadline(end, call, peer.pending)
         with copies:
             self._send(peer, frames, end)
         if peer.loss_reason:
-            self._fail_pending(peer, PeerLost(peer.loss_reason))
+            self._fail_pending(peer, PeerLost(peer.loss_reason, ranks=[peer.id]))
         return future
 
     @property
@@ -419,7 +426,7 @@ class Agent:
         self.reactor.submit(partial(self._handle_loss, peer, reason))
 
     def _handle_loss(self, peer: Peer, reason: str) -> None:
-        self._fail_pending(peer, PeerLost(reason))
+        self._fail_pending(peer, PeerLost(reason, ranks=[peer.id]))
         if peer.has_died:  # a worker that has left may still use tensors that it received
             self.shm_sender.forget(peer.id)
         self.codec.forget(peer.id)
@@ -435,7 +442,7 @@ class Agent:
             except KeyError:
                 return
             text = f"{error} while this worker waited for {pending.description}"
-            pending.future.set_exception(type(error)(text))
+            pending.future.set_exception(error.replace(text, operation=pending.description))
 
 
 class PendingCall:
@@ -496,7 +503,12 @@ class PendingCall:
 
     def timeout_error(self) -> CallTimeout:
         """Return the error for a call that has no answer in time."""
-        return CallTimeout(f"{self.description} took longer than {self._timeout:g} s")
+        return CallTimeout(
+            f"{self.description} took longer than {self._timeout:g} s",
+            ranks=[self._peer.id],
+            operation=self.description,
+            seconds=self._timeout,
+        )
 
     def _receive_answer(self) -> Message | None:
         connection = self._connection

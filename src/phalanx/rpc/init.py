@@ -276,7 +276,7 @@ class WorkerBarrier:
         self._lock = threading.Lock()
         self._arrivals: dict[int, tuple[int, Callable[[Any], None], Callable[[Any], None]]] = {}
         self._last: dict[int, int] = {}
-        own.loss_listeners.append(lambda _worker, reason: self._refuse(reason))
+        own.loss_listeners.append(self._refuse)
 
     def arrive(
         self,
@@ -290,7 +290,7 @@ class WorkerBarrier:
             self._arrivals[worker] = activity, send_result, send_exception
             is_complete = len(self._arrivals) == self._size
         if lost := next((peer for peer in self._own.peers if peer.loss_reason), None):
-            self._refuse(lost.loss_reason)
+            self._refuse(lost.id, lost.loss_reason)
         elif is_complete:
             arrivals = self._take_arrivals()
             now = {each: activity for each, (activity, _, _) in arrivals}
@@ -298,9 +298,9 @@ class WorkerBarrier:
             for _, (_, answer, _) in arrivals:
                 answer(is_end)
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, lost: int, reason: str) -> None:
         for _, (_, _, refuse) in self._take_arrivals():
-            refuse(PeerLost(reason))
+            refuse(PeerLost(reason, ranks=[lost]))
 
     def _take_arrivals(self) -> list[tuple[int, Any]]:
         """Return the arrivals, this worker's last, since it leaves as soon as it has its answer."""
@@ -400,7 +400,7 @@ def _join(own: Agent, timeout: float) -> None:
     except PeerLost:
         # Worker 0 may have left because of a dead worker, and may have exited since.
         if dead := next((each for each in own.peers if each.has_died and not each.has_left), None):
-            raise PeerLost(f"{dead} died in init_rpc: see its output") from None
+            raise PeerLost(f"{dead} died in init_rpc: see its output", ranks=[dead.id]) from None
         raise
     finally:
         own.handshake_timeout = HANDSHAKE_TIMEOUT

@@ -35,6 +35,7 @@ class PendingFuture:
         grad: True if the calling thread recorded gradients.
         end: The deadline, in monotonic seconds.
         since: The start, in monotonic seconds.
+        worker: The id of the callee.
     """
 
     future: torch.futures.Future[Any]
@@ -43,10 +44,16 @@ class PendingFuture:
     grad: bool
     end: float
     since: float
+    worker: int
 
     def timeout_error(self) -> CallTimeout:
         """Return the error for a call that has no answer in time."""
-        return CallTimeout(f"{self.description} took longer than its timeout")
+        return CallTimeout(
+            f"{self.description} took longer than its timeout",
+            ranks=[self.worker],
+            operation=self.description,
+            seconds=self.end - self.since,
+        )
 
 
 class Peer:
@@ -93,7 +100,7 @@ class Peer:
     def check(self) -> None:
         """Raise `PeerLost` if the worker is lost."""
         if self.loss_reason:
-            raise PeerLost(self.loss_reason)
+            raise PeerLost(self.loss_reason, ranks=[self.id])
 
     def mark_lost(self, reason: str) -> str:
         """Mark the worker as lost; return the reason, of which the first one counts."""
@@ -137,7 +144,11 @@ class Peer:
 
     def connection_error(self, description: str, error: PhalanxError) -> PhalanxError:
         """Return the error for a call whose connection could not be made."""
-        return type(error)(f"{description}: cannot connect to {self}: {error}")
+        return error.replace(
+            f"{description}: cannot connect to {self}: {error}",
+            ranks=(self.id,),
+            operation=description,
+        )
 
     def take_connection(
         self, key: bytes, remote_context: RemoteContext | None, end: float, max_wait: float

@@ -323,7 +323,9 @@ def _value(rref_id: RRefId) -> Any:
         if not wait([value], own.timeout or None).done:
             raise CallTimeout(
                 f"RRef({rref_id.created_on}.{rref_id.local_id}, on worker {own.id}) did not exist "
-                f"after {own.timeout:g} s"
+                f"after {own.timeout:g} s",
+                ranks=[own.id],
+                seconds=own.timeout,
             )
     return value.get()
 

@@ -213,7 +213,11 @@ def _supervise(processes: RankProcesses, faults: tuple[Fault, ...], timeout: flo
     result = Result(tuple(processes.collect(hung)), faults)
     if hung:
         names = ", ".join(map(str, hung))
-        raise LaunchError(f"ranks {names} were still running after {timeout:g} s\n{result}")
+        raise LaunchError(
+            f"ranks {names} were still running after {timeout:g} s\n{result}",
+            ranks=hung,
+            seconds=timeout,
+        )
     return result
 
 

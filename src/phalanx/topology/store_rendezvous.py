@@ -98,7 +98,9 @@ class StoreRendezvous(NamedTuple):
         raise CollectiveTimeout(
             f"[rank {self.rank}/{self.world_size} on {socket.gethostname()}] joining the group: "
             f"{names} did not arrive within {self.timeout:g} s of this rank's arrival"
-            f"{self._descriptions(absent)}{self._advice(absent)}"
+            f"{self._descriptions(absent)}{self._advice(absent)}",
+            ranks=[self.members[rank] if self.members else rank for rank in absent],
+            seconds=self.timeout,
         )
 
     def report_failure(self, reason: str) -> PhalanxError:

@@ -257,7 +257,7 @@ class SharedDataParallel(nn.Module):
             try:
                 self._gradients.collect(number)
             except CollectiveMismatch as error:
-                raise CollectiveMismatch(
+                raise error.replace(
                     f"{error} (SharedDataParallel, averaging gradients: if the module's own "
                     "backward communicates, and ranks leave out parameters, give "
                     "collective_backward=True)"
