@@ -39,8 +39,9 @@ Codes& codes() {
 constexpr std::size_t kMaxCodes = 8192;
 
 std::string path_of(PyCodeObject* code) {
+  const nb::object path = nb::borrow(reinterpret_cast<PyObject*>(code)).attr("co_filename");
   Py_ssize_t size = 0;
-  const char* text = PyUnicode_AsUTF8AndSize(code->co_filename, &size);
+  const char* text = PyUnicode_AsUTF8AndSize(path.ptr(), &size);
   if (text == nullptr) {  // a path that is not valid Unicode
     PyErr_Clear();
     return "?";
@@ -71,8 +72,7 @@ Code& cached_code(PyCodeObject* code) {
 std::uint32_t site_of(const Frames& at, Code& code) {
   const auto [site, inserted] = code.sites.try_emplace(at.address(), 0);
   if (inserted) {
-    const int line = PyCode_Addr2Line(at.code(), at.address());
-    site->second = call_site_number(path_of(at.code()) + ":" + std::to_string(line));
+    site->second = call_site_number(path_of(at.code()) + ":" + std::to_string(at.line()));
     if (FlightRecorder* recorder = FlightRecorder::own()) {
       recorder->publish_sites();
     }

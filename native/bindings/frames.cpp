@@ -1,6 +1,10 @@
 #include <patchlevel.h>
 
+#ifdef Py_LIMITED_API
+#define PHALANX_KNOWS_FRAMES 0
+#else
 #define PHALANX_KNOWS_FRAMES (PY_VERSION_HEX >= 0x030b0000 && PY_VERSION_HEX < 0x030e0000)
+#endif
 
 #if PHALANX_KNOWS_FRAMES
 #define Py_BUILD_CORE 1
@@ -61,11 +65,48 @@ int Frames::address() const {
   return _PyInterpreterFrame_LASTI(frame_in(frame_)) * static_cast<int>(sizeof(_Py_CODEUNIT));
 }
 
+int Frames::line() const { return PyCode_Addr2Line(code(), address()); }
+
 #else
 
 namespace {
 
 PyFrameObject* frame_in(void* frame) { return static_cast<PyFrameObject*>(frame); }
+
+#ifdef Py_LIMITED_API
+
+PyFrameObject* back_of(PyFrameObject* frame) {
+  static PyObject* const name = PyUnicode_InternFromString("f_back");
+  PyObject* back = PyObject_GetAttr(reinterpret_cast<PyObject*>(frame), name);
+  if (back == nullptr || Py_IsNone(back) != 0) {
+    PyErr_Clear();  // out of memory: the frames end here
+    Py_XDECREF(back);
+    return nullptr;
+  }
+  return reinterpret_cast<PyFrameObject*>(back);
+}
+
+int address_in(PyFrameObject* frame) {
+  PyObject* address = PyObject_GetAttrString(reinterpret_cast<PyObject*>(frame), "f_lasti");
+  const long value = address == nullptr ? -1 : PyLong_AsLong(address);
+  PyErr_Clear();  // out of memory: an unknown address
+  Py_XDECREF(address);
+  return static_cast<int>(value);
+}
+
+#else
+
+PyFrameObject* back_of(PyFrameObject* frame) { return PyFrame_GetBack(frame); }
+
+int address_in(PyFrameObject* frame) {
+#if PY_VERSION_HEX >= 0x030b0000
+  return PyFrame_GetLasti(frame);
+#else
+  return frame->f_lasti * 2;  // counted in instructions
+#endif
+}
+
+#endif
 
 }  // namespace
 
@@ -74,7 +115,7 @@ Frames::Frames() : frame_(PyThreadState_GetFrame(PyThreadState_Get())) {}
 Frames::~Frames() { Py_XDECREF(static_cast<PyObject*>(frame_)); }
 
 void Frames::next() {
-  PyFrameObject* back = PyFrame_GetBack(frame_in(frame_));
+  PyFrameObject* back = back_of(frame_in(frame_));
   Py_DECREF(static_cast<PyObject*>(frame_));
   frame_ = back;
 }
@@ -85,13 +126,9 @@ PyCodeObject* Frames::code() const {
   return code;
 }
 
-int Frames::address() const {
-#if PY_VERSION_HEX >= 0x030b0000
-  return PyFrame_GetLasti(frame_in(frame_));
-#else
-  return frame_in(frame_)->f_lasti * 2;  // counted in instructions
-#endif
-}
+int Frames::address() const { return address_in(frame_in(frame_)); }
+
+int Frames::line() const { return PyFrame_GetLineNumber(frame_in(frame_)); }
 
 #endif
 

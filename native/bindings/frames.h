@@ -2,7 +2,8 @@
 //
 // PyFrame_GetBack creates a Python object for every frame that it passes, which costs as much as
 // the flight recorder's work for a small collective. So the interpreter's own frames are read in
-// versions with a known structure (3.11 to 3.13). Other versions use the public functions.
+// versions with a known structure (3.11 to 3.13). Other versions use the public functions, and the
+// stable ABI, which lacks some of these, uses attributes.
 #pragma once
 
 #include <Python.h>
@@ -22,8 +23,10 @@ class Frames {
   void next();
   // Borrowed from the frame.
   PyCodeObject* code() const;
-  // The byte offset of the frame in its code; PyCode_Addr2Line converts it to a line.
+  // The byte offset of the frame in its code.
   int address() const;
+  // The number of the line of address().
+  int line() const;
 
  private:
   void skip_incomplete();

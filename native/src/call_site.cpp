@@ -1,5 +1,6 @@
 #include "phalanx/call_site.h"
 
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <deque>
@@ -52,8 +53,9 @@ std::uint32_t call_site_count() {
 }
 
 Caller& current_caller() {
-  thread_local Caller caller{.site = 0,
-                             .thread = gettid() == getpid() ? Caller::kMain : Caller::kOther};
+  // The function gettid is younger (glibc 2.30) than the C library that wheels are built for.
+  thread_local Caller caller{
+      .site = 0, .thread = syscall(SYS_gettid) == getpid() ? Caller::kMain : Caller::kOther};
   return caller;
 }
 

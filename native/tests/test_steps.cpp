@@ -156,7 +156,7 @@ TEST(a_message_that_was_sent_before_a_rank_left_arrives) {
   std::byte second{};
   int checks = 0;
   bool in_slice = false;
-  const auto send = [&](int from, std::int32_t tag) {
+  const auto send = [&](std::size_t from, std::int32_t tag) {
     (void)three.mailboxes[from]->send(&sent, 1, DType::uint8, 2, tag, false);
   };
   const auto received = three.mailboxes[2]->recv(&first, 1, DType::uint8, 0, 0, false);

@@ -1,4 +1,7 @@
 // Waiting: no wake-up is lost, and every wait ends when it should.
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <fstream>
 #include <string>
 
@@ -136,7 +139,7 @@ TEST(threads_asleep_in_the_kernel_are_woken) {
       sleepers.emplace_back([&] {
         event.sleepers.fetch_add(1);
         const auto seen = event.ticket.load();
-        id = gettid();
+        id = static_cast<int>(syscall(SYS_gettid));
         woken_by_peer += sleep_slice(event.ticket, seen) == WakeReason::by_peer;
       });
     }
