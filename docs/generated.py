@@ -129,6 +129,14 @@ def page_version(page: Path) -> str:
     return hashlib.sha256(page.read_bytes()).hexdigest()[:12]
 
 
+def shorten_defaults(*event: Any) -> tuple[str, str | None] | None:
+    """Replace the representation of an enumeration's member in a signature by its name."""
+    signature, returned = event[-2:]
+    if not signature:
+        return None
+    return re.sub(r"<RedOpType\.(\w+): \d+>", r"ReduceOp.\1", signature), returned
+
+
 def setup(app: Any) -> dict[str, bool]:
     """Register the directives."""
     app.add_config_value("source_url", "", "env")
@@ -137,5 +145,6 @@ def setup(app: Any) -> dict[str, bool]:
     app.connect("builder-inited", check_translations)
     app.connect("source-read", link_to_source)
     app.connect("autodoc-process-docstring", mark_code)
+    app.connect("autodoc-process-signature", shorten_defaults)
     app.connect("autodoc-skip-member", skip_members_of_torch)
     return {"parallel_read_safe": True}
