@@ -55,7 +55,6 @@ reports = st.builds(
 starts = st.builds(
     Start,
     pid=st.integers(0, 2**31 - 1),
-    attempt=st.integers(0, 3),
     time=st.floats(),
     ended=st.none() | st.floats(),
     code=st.none() | st.integers(-70, 255),

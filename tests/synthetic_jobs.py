@@ -147,7 +147,7 @@ class JobBuilder:
         self.names = list(groups or {"0": range(size)})
         for rank in self.ranks:
             if launched:
-                rank.start = Start(rank.pid, 0, self.unix)
+                rank.start = Start(rank.pid, self.unix)
             if joined is None or rank.rank in joined:
                 rank.opened = self.time
         for identity, (name, members) in enumerate((groups or {"0": range(size)}).items(), 1):

@@ -73,7 +73,6 @@ floats = st.floats()
 starts = st.builds(
     Start,
     pid=numbers,
-    attempt=numbers,
     time=floats,
     ended=st.none() | floats,
     code=st.none() | st.integers(-70, 300),
@@ -142,7 +141,7 @@ def test_any_job_gets_a_diagnosis_and_a_report(job: Job) -> None:
 
 @pytest.mark.parametrize("time", (math.inf, math.nan, 1.7e308, -1.7e308))
 def test_times_outside_of_the_clocks_range(time: float) -> None:
-    job = Job("x", "/x", ranks=(Rank(0, clock=1, start=Start(7, 0, time, time, 1, False)),))
+    job = Job("x", "/x", ranks=(Rank(0, clock=1, start=Start(7, time, time, 1, False)),))
     assert to_monotonic(job, time) == 0
     assert explain(job)
 

@@ -105,7 +105,7 @@ def test_an_operation_under_way_has_no_end() -> None:
 
 def test_an_operation_of_a_dead_rank_ends_with_it() -> None:
     ended = (CLOCK + ago(1)) / SECOND
-    start = Start(4000, 0, 0.0, ended, -9)
+    start = Start(4000, 0.0, ended, -9)
     (shown,) = slices(collective(3, None, waiting_for=1), start=start, state="gone")
     assert shown.end == pytest.approx(ago(1), abs=1000)  # a float of Unix seconds is no finer
     assert shown.children[0].end == shown.end

@@ -100,7 +100,7 @@ def test_a_dead_rank_is_named_and_does_not_wait() -> None:
     dead = rank(
         1, 3, [collective(20, 19, 1, 0)], [collective(4, None, waiting_for=0)], state="gone"
     )
-    dead = replace(dead, start=Start(4001, 0, 0.0, (NOW / SECOND) - 1, -9))
+    dead = replace(dead, start=Start(4001, 0.0, (NOW / SECOND) - 1, -9))
     waiting = [rank(r, 3, open=[collective(4, None, waiting_for=1)]) for r in (0, 2)]
     view = build_view(job(waiting[0], dead, waiting[1]))
     assert view.straggler is not None
@@ -115,11 +115,11 @@ def test_a_dead_rank_is_named_and_does_not_wait() -> None:
 @pytest.mark.parametrize(
     ("start", "more", "state"),
     [
-        (Start(4000, 0, 0.0, 1.0, 3), {}, "exit 3"),
+        (Start(4000, 0.0, 1.0, 3), {}, "exit 3"),
         (None, {"ending": "failed", "exception": "ValueError: x"}, "failed"),
         (None, {"ending": "exited"}, "ended"),
         (None, {}, "disappeared"),
-        (Start(4000, 0, 0.0, 1.0, -15, True), {}, "stopped by launcher"),
+        (Start(4000, 0.0, 1.0, -15, True), {}, "stopped by launcher"),
     ],
 )
 def test_the_state_describes_how_a_rank_ended(
@@ -329,7 +329,7 @@ def build_ended_rank(number: int, **more: object) -> Rank:
             (False, "was interrupted"),
         ),
         (
-            job(build_ended_rank(0, start=Start(4000, 0, 0.0, 1.0, -11))),
+            job(build_ended_rank(0, start=Start(4000, 0.0, 1.0, -11))),
             (False, "failed: rank 0 (pid 4000) was killed by SIGSEGV"),
         ),
     ],

@@ -170,7 +170,7 @@ def test_a_launcher_has_time_to_record_the_end_of_the_job(
     from phalanx.observe.model import Start
 
     gone = end_job(build_straggling_job(1, 0), None)
-    gone = replace(gone, ranks=(replace(gone.ranks[0], start=Start(4000, 0, 0.0)),))
+    gone = replace(gone, ranks=(replace(gone.ranks[0], start=Start(4000, 0.0)),))
     names = set_readings(gone, gone, replace(gone, code=3))
     assert phalanx("watch", "--json", "--interval", "0.1") == 1
     assert len(names) == 3

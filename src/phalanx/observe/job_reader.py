@@ -384,7 +384,7 @@ def _apply_event(log: _LauncherLog, event: dict[str, Any]) -> bool:
             log.starts.clear()
         log.attempt = attempt
         log.world_size = _get_whole(event, "world_size", 0)
-        log.starts[rank] = model.Start(pid, attempt, time)
+        log.starts[rank] = model.Start(pid, time)
         return True
     start = log.starts.get(rank)
     if kind != "end" or start is None or start.pid != pid:

@@ -120,7 +120,6 @@ class Start:
     """
 
     pid: int
-    attempt: int
     time: float
     """Unix seconds."""
     ended: float | None = None
