@@ -181,7 +181,7 @@ class UsageError(ValueError, RuntimeError):
         ...     phalanx.launch(print, 0)
         ... except phalanx.UsageError as error:
         ...     print(error)
-        nprocs is 0: expected an integer, at least 1
+        nprocs is 0: expected at least 1
     """
 
 

@@ -21,6 +21,10 @@ class Options:
     Attributes:
         transport: The transport between hosts, one of `phalanx.transports.NAMES`. If empty, it is
             taken from `PHALANX_TRANSPORT`, else from the default group, else it is "gloo".
+
+    Example:
+        >>> options = phalanx.Options(transport="gloo")
+        >>> group = dist.new_group(backend="phalanx", pg_options=options)
     """
 
     transport: str = ""

@@ -856,6 +856,11 @@ def abort(group: dist.ProcessGroup | None = None, reason: str = "") -> None:
 
     Raises:
         UsageError: There is no such group, it is not a group of Phalanx, or `reason` is not a str.
+
+    Example:
+        >>> group = dist.new_group(backend="phalanx")
+        >>> if torch.isnan(loss):
+        ...     phalanx.abort(group, reason=f"the loss of rank {dist.get_rank()} is NaN")
     """
     if group is None:
         group = dist.group.WORLD if dist.is_initialized() else None
@@ -884,6 +889,11 @@ def host_ranks(group: dist.ProcessGroup | None = None) -> list[list[int]]:
 
     Raises:
         UsageError: There is no process group, or this rank is not in `group`.
+
+    Example:
+        >>> local_ranks = next(ranks for ranks in phalanx.host_ranks() if dist.get_rank() in ranks)
+        >>> print(f"{len(local_ranks)} of {dist.get_world_size()} ranks share my memory")
+        1 of 1 ranks share my memory
     """
     if not dist.is_initialized():
         raise UsageError("host_ranks: no process group, expected one: call phalanx.init() first")

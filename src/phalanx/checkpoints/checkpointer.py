@@ -66,7 +66,7 @@ class Checkpoint:
     Example:
         >>> checkpoint = checkpoints.load()
         >>> if checkpoint is not None:
-        ...     model.load_state_dict(checkpoint.state["model"])
+        ...     keys = model.load_state_dict(checkpoint.state["model"])
         ...     step = checkpoint.step
     """
 
@@ -208,7 +208,7 @@ class Checkpointer:
         Example:
             >>> checkpoint = checkpoints.load(like={"model": model.state_dict()})
             >>> if checkpoint is not None:
-            ...     model.load_state_dict(checkpoint.state["model"])
+            ...     keys = model.load_state_dict(checkpoint.state["model"])
         """
         return _load(self._current_ranks(), self._directory, like, map_location)
 
@@ -244,6 +244,11 @@ def save_local(path: Path, step: int, state: Mapping[str, Any]) -> None:
     """Save a state of this process alone, in place of the one in a directory.
 
     Arguments, guarantees and errors are those of `Checkpointer.save`. Not collective.
+
+    Example:
+        >>> save_local(folder / "server", 100, {"weight": torch.ones(3)})
+        >>> load_local(folder / "server", like={"weight": torch.zeros(3)})
+        {'weight': tensor([1., 1., 1.])}
     """
     directory = CheckpointDirectory(path.absolute(), keep=1)
     directory.prepare()
@@ -257,6 +262,11 @@ def load_local(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: The state does not fit `like`; see `Checkpointer.load`.
         CheckpointError: The directory has no usable state.
+
+    Example:
+        >>> save_local(folder / "server", 100, {"step": 100})
+        >>> load_local(folder / "server", like={"step": 0})
+        {'step': 100}
     """
     directory = CheckpointDirectory(path.absolute(), keep=1)
     checkpoint = _load(RankGroup.alone(), directory, like, "cpu")

@@ -40,9 +40,8 @@ class Session:
 
     Example:
         >>> with phalanx.init() as session:
-        ...     if session.is_main:
-        ...         print(f"{session.world_size} ranks on {session.backend}")
-        2 ranks on phalanx
+        ...     print(f"rank {session.rank} of {session.world_size} on {session.backend}")
+        rank 0 of 1 on phalanx
     """
 
     rank: int

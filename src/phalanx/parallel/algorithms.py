@@ -273,10 +273,13 @@ def ring_all_reduce_simple(
             The content of the tensor is then undefined. (Gloo raises RuntimeError.)
 
     Example:
-        >>> tensor = torch.full((3,), float(dist.get_rank()))
-        >>> ring_all_reduce_simple(tensor)
-        >>> tensor  # with 4 ranks, on each of them
-        tensor([6., 6., 6.])
+        >>> def work():
+        ...     with phalanx.init() as session:
+        ...         tensor = torch.full((3,), float(session.rank))
+        ...         ring_all_reduce_simple(tensor)
+        ...         return tensor.tolist()
+        >>> phalanx.launch(work, 4)[0]
+        [6.0, 6.0, 6.0]
     """
     _run_all_reduce(ring_simple_steps, "ring_all_reduce_simple", tensor, op, group, tag)
 

@@ -145,7 +145,12 @@ def get_rpc_timeout() -> float:
 
 
 def is_available() -> bool:
-    """Return True; unlike PyTorch's RPC, this one is part of every build."""
+    """Return True; unlike PyTorch's RPC, this one is part of every build.
+
+    Example:
+        >>> rpc.is_available()
+        True
+    """
     return True
 
 

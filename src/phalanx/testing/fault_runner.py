@@ -40,7 +40,7 @@ class Result(Sequence[RankResult]):
         >>> result.values  # rank 0 raised PeerLost, and rank 1 was killed
         {}
         >>> print(result[1])
-        rank 1 (pid 812) was killed by SIGKILL
+        rank 1 (pid ...) was killed by SIGKILL
         >>> result.missed_faults
         []
     """
@@ -96,7 +96,9 @@ class FaultRunner:
         >>> with FaultRunner() as runner:
         ...     result = runner.run(train, 4, faults=[kill(rank=2, nth=7)])
         >>> result.errors[0]
-        PeerLost('[rank 0/4 on node-a] all_reduce #7 ...: rank 2 (pid 812) was killed by SIGKILL')
+        PeerLost('[rank 0/4 on ...] all_reduce #7 ...: rank 2 (pid ...) was killed by SIGKILL...')
+        >>> result.errors[0].ranks
+        (2,)
     """
 
     def __init__(self, preload: Sequence[str] = ()) -> None:

@@ -87,6 +87,11 @@ class Fault:
         detail: Description of the other arguments.
         resume_after: Seconds until a stopped rank is resumed; None for never.
         action: The action that the rank performs; None for none.
+
+    Example:
+        >>> fault = kill(rank=1, nth=3, operation="all_reduce")
+        >>> fault.name, fault.rank, fault.nth
+        ('kill', 1, 3)
     """
 
     name: str
@@ -234,7 +239,7 @@ def skip(rank: int, nth: int, operation: str = "") -> Fault:
     Example:
         >>> result = runner.run(train, 2, faults=[skip(rank=1, nth=3)])
         >>> result.errors[0]  # rank 1 ends one operation earlier
-        CollectiveMismatch('[rank 0/2 on node-a] all_reduce #5 ...: rank 1 (pid 812) has left ...')
+        CollectiveMismatch('[rank 0/2 on ...] all_reduce #8 ...: rank 1 (pid ...) has left ...')
     """
     return Fault("skip", rank, nth, operation)
 
@@ -275,7 +280,12 @@ def enable_faults(
 
 
 def disable_faults() -> None:
-    """Discard all faults; groups formed from now on are those of the backend, unchanged."""
+    """Discard all faults; groups formed from now on are those of the backend, unchanged.
+
+    Example:
+        >>> enable_faults([kill(rank=0, nth=100)])
+        >>> disable_faults()  # before a phase that must not be disturbed
+    """
     global _plan  # noqa: PLW0603
     _plan = None
     process_group.on_create = None

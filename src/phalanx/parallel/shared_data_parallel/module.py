@@ -91,7 +91,7 @@ class SharedDataParallel(nn.Module):
         >>> for inputs, targets in batches:
         ...     optimizer.zero_grad()
         ...     loss(model(inputs), targets).backward()
-        ...     model.clip_grad_norm_(1.0)
+        ...     norm = model.clip_grad_norm_(1.0)
         ...     optimizer.step()
     """
 
