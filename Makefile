@@ -209,7 +209,7 @@ SIDE_BY_SIDE := tests/hosts $(patsubst %,tests/multiprocess/test_%.py, \
 	job_life launch launched_jobs rendezvous_of_hosts replace restarts rpc_calls rpc_drop_in rpc_early rpc_remote_authentication rpc_idioms rpc_gradients rpc_joining rpc_optimizer rpc_references rpc_script rpc_authentication rpc_strides \
 	rpc_training run slurm sync_batch_norm embedding trainer \
 	trainer_resumes uneven) $(patsubst %,tests/fault/test_%.py,explain job_directories checkpoints training \
-	unformed) tests/examples tests/ecosystem tests/conformance tests/unit
+	unformed) tests/docs tests/examples tests/ecosystem tests/conformance tests/unit
 # The tests to run, by markers (see pyproject.toml).
 SELECT := not long
 # The outer limit is for what pytest's own limit per test can't end.

@@ -38,6 +38,8 @@ def mask(line: str, fence: Fence) -> str:
         line = re.sub(r"\b\d{8}-\d{4}-\w{6}\b", "JOB", line)
         return re.sub(r"\d+(?:[.,:]\d+)*", "N", line)
     if "digits vary" in fence.comment:
+        # The trainer prints its speed only if there was enough time to measure it.
+        line = re.sub(r"  [\d,]+ samples/s  waiting \d+%", "", line)
         return re.sub(r"\d+\.\d+|\d+(?=%)|(?<=pid )\d+|(?<=, )\S*(?=runs/digits)", "N", line)
     return line
 

@@ -29,6 +29,7 @@ def test_commands(command: str, code: int, tmp_path: Path) -> None:
     assert run(command, tmp_path).returncode == code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "code"), [(EXCEPTION, 1), (EXIT, 7), (KILL, 128 + signal.SIGKILL)]
 )
@@ -38,6 +39,7 @@ def test_ranks(program: str, code: int, tmp_path: Path) -> None:
     assert ended.returncode == code, ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_launcher_that_is_ended(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(

@@ -31,7 +31,9 @@ OTHER_PAGES = [
 # These use directives of Sphinx, which executes them.
 GENERATED = {"index.md"}
 SLOW = {
+    "ecosystem",
     "from-one-machine-to-many",
+    "kubernetes",
     "parameter-server",
     "testing-against-failure",
     "watch-and-trace",
@@ -63,6 +65,29 @@ def test_every_block_is_checked(page: Path) -> None:
             continue
         defect = fence.find_defect(page, ROOT)
         assert not defect, f"{page.name}:{fence.line}: {defect}"
+
+
+@pytest.mark.parametrize(
+    ("block", "defect"),
+    [
+        ("```\n", "it has no language"),
+        ("```bash\n", "nothing executes this language"),
+        ("```text\n", "text needs a comment"),
+        ("```console\nprogram\n", "a session begins with `$ `"),
+        ("<!-- seen -->\n```python\n", "the comment 'seen' is unknown"),
+        ("<!-- not executed: -->\n```bash\n", "the comment 'not executed:' is unknown"),
+        ("<!-- output of absent.py -->\n```text\n", "there is no absent.py"),
+        ("<!-- needs MPI: setup.py::test_a -->\n```bash\n", "setup.py has no test_a"),
+        ("<!-- needs MPI: setup.py::test_b -->\n```bash\n", ""),
+        ("<!-- numbers vary, exit code 3 -->\n```console\n$ program\n", ""),
+    ],
+)
+def test_a_block_without_a_check_is_rejected(block: str, defect: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"# Page\n\n{block}```\n")
+    (tmp_path / "setup.py").write_text("def test_b(): ...\n")
+    (fence,) = read_fences(page)
+    assert fence.find_defect(page, tmp_path) == defect
 
 
 def make_program(page: Path) -> str:
