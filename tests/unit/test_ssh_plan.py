@@ -12,8 +12,6 @@ from phalanx import key as keys
 from phalanx.errors import UsageError
 from phalanx.launcher.options import as_words, make_job, parse_arguments
 from phalanx.launcher.ssh.plan import (
-    HOST_OPTIONS,
-    REPLACED_OPTIONS,
     HostSpec,
     Plan,
     make_plan,
@@ -72,7 +70,7 @@ def test_invalid_hosts(text: str, message: str) -> None:
 
 def make_test_plan(*options: str) -> Plan:
     args = parse_arguments([*options, "--hosts", "a:1,b:1", "script.py", "--ssh", "x"])
-    return make_plan(args, as_words(args, omit=(*HOST_OPTIONS, *REPLACED_OPTIONS)))
+    return make_plan(args, as_words(args))
 
 
 def test_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,6 @@ class TimedOperation:
         self._command = command
         self._operation = OPERATIONS[command.operation]
         self._views: list[tuple[NDArray[Any], NDArray[Any]]] = []
-        self._native: list[Any] = []
         self._calls: dict[str, list[Callable[[], object]]] = {
             name: [] for name in ("", *command.algorithms)
         }
@@ -151,7 +150,6 @@ class TimedOperation:
         views = (target_view[:writes], target_view[:writes])
         if not self._operation.is_in_place:
             views = (source_view[:reads], target_view[:writes])
-        self._native.append((source, target))
         self._views.append(views)
         for algorithm, calls in self._calls.items():
             operation = algorithm or self._command.operation

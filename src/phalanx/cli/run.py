@@ -255,9 +255,9 @@ def command(
 def _run_on_hosts(args: "Namespace") -> NoReturn:
     from phalanx.launcher.options import as_words
     from phalanx.launcher.ssh.job import run_on_hosts
-    from phalanx.launcher.ssh.plan import HOST_OPTIONS, REPLACED_OPTIONS, make_plan
+    from phalanx.launcher.ssh.plan import make_plan
 
-    plan = make_plan(args, as_words(args, omit=(*HOST_OPTIONS, *REPLACED_OPTIONS)))
+    plan = make_plan(args, as_words(args))
     outcome = run_on_hosts(plan)
     if outcome.report:
         sys.stderr.write(f"phalanx run: {outcome.report}\n{outcome.explanation}")

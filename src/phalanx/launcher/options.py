@@ -12,7 +12,7 @@ import shutil
 import sys
 import uuid
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -30,7 +30,7 @@ from phalanx import env
 from phalanx import key as keys
 from phalanx.errors import UsageError
 from phalanx.launcher.host_resources import usable_cores
-from phalanx.launcher.ssh.plan import HOST_OPTIONS, STOP_TIMEOUT
+from phalanx.launcher.ssh.plan import HOST_OPTIONS, REPLACED_OPTIONS, STOP_TIMEOUT
 from phalanx.torch_versions import shutdown_timeout
 
 __all__ = [
@@ -120,21 +120,22 @@ def parse_arguments(argv: Sequence[str]) -> Namespace:
     return _make_parser().parse_args(list(argv))
 
 
-def as_words(args: Namespace, omit: Collection[str] = ()) -> list[str]:
-    """Return the options that differ from their defaults as words of a command line.
+def as_words(args: Namespace) -> list[str]:
+    """Return the options for every host of `--hosts` as words of a command line.
 
-    Options whose defaults this machine's environment sets (`PET_*`) are included.
+    These are the options that differ from their defaults, without those in `HOST_OPTIONS` and
+    `REPLACED_OPTIONS`. Options whose defaults this machine's environment sets (`PET_*`) are
+    included.
 
     Args:
         args: The result of `parse_arguments`.
-        omit: The names of options to leave out.
     """
-    words = []
+    words, omitted = [], (*HOST_OPTIONS, *REPLACED_OPTIONS)
     for action in _make_parser()._actions:
         value = getattr(args, action.dest, None)
         is_default = value == action.default and f"PET_{action.dest.upper()}" not in os.environ
         is_given = not is_default and value is not None and value is not False
-        if not (is_given and action.option_strings) or action.dest in omit:
+        if not (is_given and action.option_strings) or action.dest in omitted:
             continue
         option = next(name for name in action.option_strings if name.startswith("--"))
         if action.nargs == 0:

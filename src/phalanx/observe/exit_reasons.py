@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from phalanx.observe.exception_hook import CAUSED_BY
+from phalanx.observe.model import Start
 from phalanx.system.processes import signal_name
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ _PHALANX_ERROR = re.compile(
 _SEEN_BY_PEERS = re.compile(
     r"\(pid (\d{1,9})\) (?:was killed by (\w{3,12})|exited with code (\d{1,3}))"
 )
+
+_NO_START = Start(pid=0, time=0.0)
+"""The launcher's record of a rank that it did not start: nothing is known."""
 
 _SIGNAL_CODES = {name: -int(number) for name, number in signal.Signals.__members__.items()}
 
@@ -100,18 +104,18 @@ def determine_exit(rank: Rank, job: Job) -> ExitStatus:
     """Determine how a rank of a job ended, or whether it is alive."""
     if not rank.opened and not rank.pid:
         return ExitStatus("absent")
-    logged = rank.start.code if rank.start is not None else None
-    code = logged
+    start = rank.start or _NO_START
+    code = start.code
     if code is None and rank.is_gone:
         code = _find_code_seen_by_peers(rank.pid, job)
-    logged_end = _get_logged_end(rank, job)
+    logged_end = 0 if start.ended is None else to_monotonic(job, start.ended)
     time = rank.ended or logged_end
     if rank.ending == "failed":
         interrupted = rank.exception.startswith("KeyboardInterrupt")
         return ExitStatus("interrupted" if interrupted else "failed", time, code)
-    if rank.start is not None and rank.start.stopped:
+    if start.stopped:
         return ExitStatus("launcher", logged_end or time, code)
-    if job.launcher_lost and rank.is_gone and not rank.ending and logged is None:
+    if job.launcher_lost and rank.is_gone and not rank.ending and start.code is None:
         # By the kernel, when the launcher ended.
         return ExitStatus("launcher", time, -int(signal.SIGKILL))
     if code is not None:
@@ -155,12 +159,6 @@ def get_last_record_time(rank: Rank) -> int:
     operations = (max(operation.begin, operation.end) for operation in rank.records)
     reports = (report.time for report in rank.reports)
     return max((rank.opened, rank.ended, *operations, *reports))
-
-
-def _get_logged_end(rank: Rank, job: Job) -> int:
-    if rank.start is None or rank.start.ended is None:
-        return 0
-    return to_monotonic(job, rank.start.ended)
 
 
 def _find_code_seen_by_peers(pid: int, job: Job) -> int | None:

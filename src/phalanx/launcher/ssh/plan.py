@@ -101,7 +101,7 @@ def make_plan(args: Namespace, options: Sequence[str]) -> Plan:
 
     Args:
         args: The arguments of `phalanx run`, with `hosts`.
-        options: The options for every host: those in neither `HOST_OPTIONS` nor `REPLACED_OPTIONS`.
+        options: The options for every host, as returned by `options.as_words`.
 
     Raises:
         UsageError: An option is invalid, or this machine has no ssh.
