@@ -50,7 +50,8 @@ class PhalanxError(DistBackendError):
             description of the call. None if there was none.
         group: The name of the process group, as PyTorch calls it; None outside of groups.
         seconds: The timeout that passed, in seconds; None if the error is not a timeout.
-        job: The name of the job, for `phalanx explain`; None if it has no record.
+        job: The name of the job, for `phalanx explain`; None if it has no record, and in
+            `phalanx.rpc`.
 
     Example:
         >>> try:

@@ -28,6 +28,7 @@ from phalanx.bench.plot import plot
 from phalanx.bench.results import Report, Result, Timing
 from phalanx.bench.table import Display
 from phalanx.bench.timed_operation import TimedOperation
+from phalanx.cli.output import write_json
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -301,7 +302,7 @@ def test_the_table_shows_every_result_and_note(terminal: bool, width: int) -> No
 def test_a_stored_report_is_read_back(tmp_path: Path) -> None:
     stored = report(make_result(phalanx=400, gloo=2000), make_result(16 * MIB, phalanx=900))
     stored.settings = {"ranks": 2}
-    results.write([stored], tmp_path / "a.json")
+    write_json(results.as_json([stored]), False, tmp_path / "a.json")
     assert results.read(tmp_path / "a.json") == [stored]
 
 

@@ -20,6 +20,7 @@ from phalanx.bench.systems import SYSTEMS
 from phalanx.bench.table import SHORT_NAMES, AlgorithmsDisplay, fastest_algorithm
 from phalanx.bench.timed_operation import TimedOperation
 from phalanx.cli.bench import make_plans
+from phalanx.cli.output import write_json
 from phalanx.errors import UsageError
 from phalanx.parallel import algorithms
 
@@ -152,15 +153,15 @@ def test_the_fastest_algorithm() -> None:
 
 def test_reports_are_stored_and_read(tmp_path: Path) -> None:
     reports = [report(2), report(3)]
-    results.write(reports, tmp_path / "out.json", algorithms=True)
+    write_json(results.as_json(reports, algorithms=True), False, tmp_path / "out.json")
     again = results.read(tmp_path / "out.json", algorithms=True)
     assert [each.results for each in again] == [each.results for each in reports]
     assert [each.settings["ranks"] for each in again] == [2, 3]
 
 
 def test_a_file_of_the_other_kind_is_rejected(tmp_path: Path) -> None:
-    results.write([report(2)], tmp_path / "plain.json")
-    results.write([report(2)], tmp_path / "algorithms.json", algorithms=True)
+    write_json(results.as_json([report(2)]), False, tmp_path / "plain.json")
+    write_json(results.as_json([report(2)], algorithms=True), False, tmp_path / "algorithms.json")
     with pytest.raises(UsageError, match="measure again with phalanx bench --algorithms --output"):
         results.read(tmp_path / "plain.json", algorithms=True)
     with pytest.raises(UsageError, match=f"has the format {results.FORMATS[True]!r}, expected"):

@@ -272,6 +272,18 @@ def test_a_typing_error_is_reported_without_a_stack_trace(
     assert "Traceback" not in errors
 
 
+def test_a_wrong_variable_is_reported_without_the_stack_trace_of_a_rank(
+    jobs: Path,
+    phalanx: Callable[..., tuple[Any, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PHALANX_TRANSPORT", "unknown")
+    code, _, errors = phalanx("test")
+    assert code == exit_codes.USAGE
+    assert "transport is 'unknown': expected one of gloo" in errors
+    assert len(errors.splitlines()) == 1
+
+
 def test_an_error_of_a_file_is_one_line(
     phalanx: Callable[..., tuple[Any, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["FORMATS", "Report", "Result", "Timing", "as_json", "read", "write"]
+__all__ = ["FORMATS", "Report", "Result", "Timing", "as_json", "read"]
 
 FORMATS = {False: "phalanx bench 3", True: "phalanx bench algorithms 2"}
 """Formats of files: of one report, and of the reports of `phalanx bench --algorithms`."""
@@ -130,13 +130,8 @@ def as_json(reports: Sequence[Report], *, algorithms: bool = False) -> dict[str,
     return {"format": FORMATS[algorithms], "unit": "seconds", **content}
 
 
-def write(reports: Sequence[Report], path: Path, *, algorithms: bool = False) -> None:
-    """Store reports as JSON; the arguments are those of `as_json`."""
-    path.write_text(json.dumps(as_json(reports, algorithms=algorithms), indent=1) + "\n")
-
-
 def read(path: Path, *, algorithms: bool = False) -> list[Report]:
-    """Load what `write` stored.
+    """Load reports that `phalanx bench --output` has stored.
 
     Raises:
         UsageError: The file can't be read, or has another format.

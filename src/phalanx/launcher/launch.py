@@ -123,12 +123,13 @@ def launch(
         if failures := [failure for failure in ranks.failures if not failure.stopped]:
             _raise_failure(find_root_cause(failures), ranks, launcher_log)
         if not has_finished:
+            hint, job = _explain_hint(launcher_log, 1)
             raise LaunchError(
                 f"timeout: these ranks were still running after {timeout} s and were stopped: "
-                f"{_format_ranks(ranks.stopped)}{_explain_hint(launcher_log, 1)}",
+                f"{_format_ranks(ranks.stopped)}{hint}",
                 ranks=ranks.stopped,
                 seconds=timeout,
-                job=launcher_log.name,
+                job=job,
             )
     return [_load_result(rank, outcome) for rank, outcome in enumerate(ranks.outcomes)]
 
@@ -222,18 +223,17 @@ def _raise_failure(
     later = [f.rank for f in ranks.failures if not f.stopped and f is not cause]
     parts += [f"Failed after it: {_format_ranks(later)}."] if later else []
     parts += [f"Stopped by the launcher: {_format_ranks(ranks.stopped)}."] if ranks.stopped else []
-    message = "\n\n".join(parts) + _explain_hint(launcher_log, cause.exit_code)
-    error = LaunchError(message, ranks=[cause.rank], job=launcher_log.name)
+    hint, job = _explain_hint(launcher_log, cause.exit_code)
+    error = LaunchError("\n\n".join(parts) + hint, ranks=[cause.rank], job=job)
     raise error from _load_error(outcome)
 
 
-def _explain_hint(launcher_log: LauncherLogWriter, code: int) -> str:
-    is_kept = launcher_log.finish(code)
-    return (
-        f"\n\nTo see what the ranks were doing: phalanx explain {launcher_log.name}"
-        if is_kept
-        else ""
-    )
+def _explain_hint(launcher_log: LauncherLogWriter, code: int) -> tuple[str, str | None]:
+    """Return the end of a message and the name of the job, if it has records to explain."""
+    if not launcher_log.finish(code):
+        return "", None
+    hint = f"\n\nTo see what the ranks were doing: phalanx explain {launcher_log.name}"
+    return hint, launcher_log.name
 
 
 def _load_error(outcome: RankOutcome | None) -> BaseException | None:
