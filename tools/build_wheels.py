@@ -61,9 +61,9 @@ def main() -> int:
     if options.repair:
         print(repair(options.repair, options.output))
         return 0
-    if options.core_tests:
-        return sum(test_core(machine) for machine in machines)
     sources = build_sdist(options.output)
+    if options.core_tests:
+        return sum(test_core(machine, sources) for machine in machines)
     missing = False
     for version in [options.python] if options.python else PYTHONS:
         python = next(interpreters(int(version.removeprefix("3."))), None)
@@ -181,8 +181,8 @@ def describe(path: Path) -> str:
     return f"{path.name}  {path.stat().st_size / 1e6:.2f} MB"
 
 
-def test_core(machine: str) -> bool:
-    """Build the tests of the core with the toolchain of the wheels, and run them.
+def test_core(machine: str, sources: Path) -> bool:
+    """Build the tests of the core as the wheels are built, and run them.
 
     Programs of another processor run under qemu-user.
 
@@ -200,7 +200,7 @@ def test_core(machine: str) -> bool:
         variables["CMAKE_CROSSCOMPILING_EMULATOR"] = f"{emulator};-L;{LIBRARIES}"
     build = FOLDER / f"core-tests-{machine}"
     defines = [f"-D{key}={value}" for key, value in variables.items()]
-    run(["cmake", "-S", ROOT, "-B", build, "-G", "Ninja", "--log-level=WARNING", *defines])
+    run(["cmake", "-S", sources, "-B", build, "-G", "Ninja", "--log-level=WARNING", *defines])
     run(["cmake", "--build", build])
     command = ["ctest", "--test-dir", build / "native", "--no-tests=error", "--output-on-failure"]
     return subprocess.run(command, check=False).returncode != 0
