@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ import phalanx
 from phalanx import rpc
 from tests.ranks import RankOutcome, RankServer, connect_ranks, wait_for_file
 
+PAGE = Path(__file__).parents[2] / "docs/reference/exceptions.md"
 # Letters of the hosts: one host, or two with two ranks each.
 HOSTS = pytest.mark.parametrize("hosts", ["", "aabb"], ids=["one host", "two hosts"])
 
@@ -183,3 +187,29 @@ def catch_remote_error() -> tuple[object, ...]:
 def test_an_error_of_a_remote_function(ranks: RankServer) -> None:
     found = ranks.run(2, catch_remote_error)[0]
     assert found == ((5,), "barrier #3", 1.5)
+
+
+def collect_as_documented(source: str) -> dict[str, int]:
+    """Rank 0 calls the function of the documentation after worker 2 has been killed."""
+    rank = int(os.environ["RANK"])
+    rpc.init_rpc(f"worker-{rank}")
+    if rank != 0:
+        wait_for_file("end", 40.0)
+        rpc.shutdown(graceful=False)
+        return {}
+    os.kill(rpc.rpc_sync("worker-2", os.getpid), signal.SIGKILL)
+    names: dict[str, Any] = {}
+    exec(source, names)
+    results: dict[str, int] = names["collect"](["worker-1", "worker-2"], os.getpid)
+    Path(os.environ["FOLDER"], "end").touch()
+    rpc.shutdown(graceful=False)
+    return results
+
+
+def test_the_example_of_the_documentation(ranks: RankServer) -> None:
+    source = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert source is not None
+    running = ranks.start(3, collect_as_documented, source[1])
+    outcomes = running.join()
+    assert outcomes[0].value == {"worker-1": outcomes[1].pid}
+    assert "continuing without worker-2, worker 2: " in outcomes[0].stdout
