@@ -10,15 +10,6 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from phalanx import env
 from phalanx.errors import UsageError
 
-__all__ = [
-    "interface_address",
-    "is_loopback",
-    "local_address",
-    "rendezvous_host",
-    "resolve",
-    "url_host",
-]
-
 _DISCARD = 9
 
 

@@ -20,16 +20,6 @@ import stat
 from phalanx import env
 from phalanx.errors import UsageError
 
-__all__ = [
-    "SIZE",
-    "create_file",
-    "derive",
-    "from_descriptor",
-    "from_environment",
-    "from_file",
-    "to_sealed_memory",
-]
-
 SIZE = 32
 """The size of a key in bytes."""
 

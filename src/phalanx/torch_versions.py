@@ -16,19 +16,6 @@ from torch.distributed import distributed_c10d as c10d
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "GROUPS_SET_TIMEOUT",
-    "SUPPORTED",
-    "all_gather_single",
-    "form_local_group",
-    "group_factory",
-    "has_functional_op",
-    "is_tested",
-    "reduce_scatter_single",
-    "shutdown_timeout",
-    "tensor_use_count",
-]
-
 SUPPORTED = (2, 11), (2, 14)
 """The oldest and the newest release that Phalanx is tested with."""
 

@@ -10,8 +10,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-__all__ = ["available_memory", "cache_bytes", "machine", "single_copy_works", "versions"]
-
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 _CACHES_IF_UNKNOWN = 32 * 2**20
 

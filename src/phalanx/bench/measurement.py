@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from phalanx.bench.plan import Plan
     from phalanx.bench.table import Display
 
-__all__ = ["buffer_count", "measure"]
-
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 100
 _TURN_SECONDS = 0.02
 _MAX_OPERATIONS = 2000

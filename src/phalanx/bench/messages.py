@@ -4,16 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "Command",
-    "Hello",
-    "PrepareCommand",
-    "Reply",
-    "StopCommand",
-    "StreamCommand",
-    "TurnCommand",
-]
-
 
 @dataclass(frozen=True)
 class Hello:

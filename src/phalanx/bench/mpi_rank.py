@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["MpiSystem"]
-
 _TYPES = {
     "float32": MPI.FLOAT,
     "float64": MPI.DOUBLE,

@@ -18,17 +18,6 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "ALGORITHMS",
-    "OPERATIONS",
-    "STORAGE",
-    "Operation",
-    "decode",
-    "encode",
-    "expected_output",
-    "make_input",
-]
-
 Portion = Literal["all", "part", "none"]
 
 

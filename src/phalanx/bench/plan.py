@@ -12,8 +12,6 @@ from phalanx.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Plan", "Variant", "format_size", "parse_names", "parse_rank_counts", "parse_sizes"]
-
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 

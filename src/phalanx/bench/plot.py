@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from phalanx.bench.results import Report, Result
 
-__all__ = ["ALGORITHM_STYLES", "check_plot", "plot", "plot_algorithms"]
-
 # Colours of Okabe and Ito's palette, which is safe for colour-blind readers, markers and names.
 _STYLES = {
     "phalanx": ("#0072B2", "o", "Phalanx"),

@@ -28,8 +28,6 @@ from phalanx.system.processes import ChildProcess, RankPidfds, describe_exit, si
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["ProcessPool", "SystemLostError"]
-
 _START_LIMIT = 120.0
 _STOP_LIMIT = 10.0
 # Seconds that the other ranks have to answer after one has answered with an error.

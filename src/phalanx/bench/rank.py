@@ -26,8 +26,6 @@ from phalanx.bench.timed_operation import System, TimedOperation, UnsupportedErr
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["COPY_METHODS", "SOCKET", "main"]
-
 SOCKET = "parent"
 """Name of the parent's Unix socket, in a private folder that the parent has created."""
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["FORMATS", "Report", "Result", "Timing", "as_json", "read"]
-
 FORMATS = {False: "phalanx bench 3", True: "phalanx bench algorithms 2"}
 """Formats of files: of one report, and of the reports of `phalanx bench --algorithms`."""
 

@@ -25,8 +25,6 @@ from phalanx.system.extras import install_command
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["MPI", "SYSTEMS", "Program", "UnavailableError", "programs", "settings"]
-
 SYSTEMS = ("phalanx", "phalanx-shared", "gloo", "openmpi", "mpich")
 """Every system, in the order of the table's columns."""
 

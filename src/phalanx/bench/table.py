@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from phalanx.bench.plan import Plan
     from phalanx.bench.results import Report, Result, Timing
 
-__all__ = ["SHORT_NAMES", "AlgorithmsDisplay", "Display", "fastest_algorithm"]
-
 SHORT_NAMES = {
     "": "own",
     "ring_all_reduce_simple": "ring, simple",

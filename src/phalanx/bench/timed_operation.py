@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from phalanx.bench.messages import PrepareCommand, TurnCommand
 
-__all__ = ["System", "TimedOperation", "UnsupportedError", "ping_pong"]
-
 # A byte that occurs in no element that `make_input` returns, so that unwritten output is detected.
 _POISON = 0xA5
 

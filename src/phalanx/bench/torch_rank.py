@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["TorchSystem"]
-
 
 class TorchSystem:
     """A rank of a backend, called through `torch.distributed`."""

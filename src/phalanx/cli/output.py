@@ -13,8 +13,6 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["AsJson", "Output", "check_writable", "make_console", "open_output", "write_json"]
-
 _PLAIN_WIDTH = 200
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]

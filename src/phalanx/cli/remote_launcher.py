@@ -22,8 +22,6 @@ from phalanx.launcher.ssh.protocol import HEARTBEAT_TIMEOUT, pack, unpack
 from phalanx.system import exit_codes
 from phalanx.system.ssh import LineSplitter
 
-__all__ = ["main"]
-
 
 class _MessageChannel:
     """The two pipes to the local launcher, which ssh has opened as stdin and stdout."""

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Finding", "FindingFactory", "Level"]
-
 Level = Literal["ok", "note", "problem"]
 
 

@@ -15,8 +15,6 @@ from typing import Any
 from phalanx import _native
 from phalanx.doctor.finding import Finding, FindingFactory
 
-__all__ = ["check"]
-
 _finding = FindingFactory("kernel")
 _CHILD_SECONDS = 10.0
 _POPULATE_VERSION = (5, 14)

@@ -21,8 +21,6 @@ from phalanx.observe.job_directory import list_job_names
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["check_gpus", "check_resources"]
-
 _machine = FindingFactory("machine")
 _GIB = 2**30
 _MIN_FREE_MEMORY = _GIB

@@ -13,8 +13,6 @@ from phalanx.address import local_address
 from phalanx.doctor.finding import Finding, FindingFactory
 from phalanx.errors import UsageError
 
-__all__ = ["check", "listening_address"]
-
 _finding = FindingFactory("network")
 _UNASSIGNED_ADDRESS = "198.51.100.1"
 """An address that no host has, used to look up the kernel's route. Nothing is sent to it."""

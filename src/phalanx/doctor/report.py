@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from phalanx.doctor.finding import Finding
     from phalanx.doctor.peers.links import Host, Link, Network
 
-__all__ = ["SCHEMA", "as_json", "is_fit", "print_findings", "print_matrix", "print_summary"]
-
 SCHEMA = 1
 """Version of the schema; additions do not change it."""
 

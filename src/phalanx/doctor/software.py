@@ -22,8 +22,6 @@ from phalanx.errors import UsageError
 from phalanx.system.extras import install_command
 from phalanx.torch_versions import SUPPORTED, is_tested
 
-__all__ = ["check_environment", "check_libraries", "check_versions"]
-
 _versions = FindingFactory("versions")
 _transports = FindingFactory("transports")
 _environment = FindingFactory("environment")

@@ -54,8 +54,6 @@ from phalanx.system.exit_codes import for_signal
 from phalanx.system.processes import signal_group
 from phalanx.torch_versions import shutdown_timeout
 
-__all__ = ["HostOutcome", "run"]
-
 _POLL_SECONDS = 0.1
 # Time for the forwarder to see the exits of ranks that the agent has stopped.
 _EXIT_SECONDS = 1.0

@@ -14,21 +14,6 @@ from typing import NamedTuple, TypeVar
 from phalanx.system.exit_codes import for_signal
 from phalanx.system.processes import describe_exit
 
-__all__ = [
-    "CONSEQUENCE",
-    "GRACE",
-    "STOPPED",
-    "Failure",
-    "HostFailure",
-    "RemoteFailure",
-    "excerpt",
-    "find_root_cause",
-    "format_consequences",
-    "format_report",
-    "is_remote_cause",
-    "may_have_unknown_cause",
-]
-
 GRACE = 3.0
 """Seconds for which ranks may continue after a consequence, so that its cause can show."""
 

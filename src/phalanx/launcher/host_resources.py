@@ -12,8 +12,6 @@ import torch
 
 from phalanx.errors import LaunchError
 
-__all__ = ["cgroup_limits", "check_host", "rank_defaults", "threads_per_rank", "usable_cores"]
-
 _OPEN_FILES = "/proc/self/fd"
 # Measured with `phalanx run`, which needs most: 21 files, and 5.3 more per rank.
 _FILES, _FILES_PER_RANK = 24, 6

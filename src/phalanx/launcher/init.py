@@ -18,8 +18,6 @@ from phalanx.env import RankAssignment, assigned_ranks
 from phalanx.errors import UsageError
 from phalanx.launcher.store import report_slow_store
 
-__all__ = ["Session", "init"]
-
 
 @dataclass(frozen=True)
 class Session:

@@ -23,16 +23,6 @@ from phalanx.system.polling import attempts, wait_until
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "AbsentHostError",
-    "Agreement",
-    "JobCoordinator",
-    "agree",
-    "end_reason",
-    "next_attempt",
-    "wait_for_hosts",
-]
-
 _END = "phalanx/end"
 _PROPOSED, _DECIDED, _AGREED = "phalanx/proposed/", "phalanx/decided", "phalanx/agreed"
 _POLL_SECONDS = 0.1

@@ -34,8 +34,6 @@ from phalanx.observe.launcher_log_writer import LauncherLogWriter
 from phalanx.system import pickling
 from phalanx.system.processes import ChildProcess, signal_group
 
-__all__ = ["launch"]
-
 STOP_TIMEOUT = 5.0
 """Seconds between SIGTERM and SIGKILL for ranks that are stopped."""
 

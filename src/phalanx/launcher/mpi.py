@@ -29,8 +29,6 @@ from phalanx.transports.mpi import MAX_EAGER_BYTES, MpiProgressThread, get_progr
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["assigned_ranks", "local_rank_and_size", "rendezvous_handler"]
-
 _FAILED = "-"
 _LOCAL_VARIABLES = (
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),

@@ -33,21 +33,6 @@ from phalanx.launcher.host_resources import usable_cores
 from phalanx.launcher.ssh.plan import HOST_OPTIONS, REPLACED_OPTIONS, STOP_TIMEOUT
 from phalanx.torch_versions import shutdown_timeout
 
-__all__ = [
-    "HelpRequested",
-    "Job",
-    "as_words",
-    "is_store_host",
-    "make_job",
-    "parse_arguments",
-    "presence_timeout",
-    "read_timeout",
-    "rendezvous_address",
-    "rendezvous_parameters",
-    "rendezvous_timeout",
-    "uses_phalanx_store",
-]
-
 _RENDEZVOUS_TIMEOUT = 600
 """The default of `--rdzv-conf timeout=`: the seconds that hosts wait for each other."""
 

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Exit", "OutputForwarder", "Sink"]
-
 _FLUSH_SECONDS = 0.2
 """Seconds after which an unfinished line (a prompt, a row of dots) is shown."""
 

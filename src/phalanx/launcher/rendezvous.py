@@ -58,8 +58,6 @@ if TYPE_CHECKING:
 
     from torch.distributed.launcher.api import LaunchConfig
 
-__all__ = ["HostRendezvous", "open_rendezvous"]
-
 # Overrides the variables of an outer job: a rank of another job may have started this one.
 _NO_TUNNEL = {"PHALANX_TUNNEL_HOST": "", "PHALANX_RELAY": ""}
 _NOTICE_SECONDS = 5.0

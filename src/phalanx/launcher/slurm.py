@@ -28,8 +28,6 @@ from phalanx.launcher.store import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["SlurmStep", "rendezvous_handler"]
-
 # Below the ephemeral ports of the kernel. Neighbouring jobs get consecutive ports; the steps of a
 # job get ports far apart, at multiples of the golden section of the range.
 _FIRST_PORT, _PORTS = 15000, 15000

@@ -17,17 +17,6 @@ import torch.distributed as dist
 
 from phalanx.errors import UsageError
 
-__all__ = [
-    "HOST",
-    "AttemptStores",
-    "check_rank_and_size",
-    "host_store",
-    "join_store",
-    "rank_variables",
-    "rendezvous_result",
-    "report_slow_store",
-]
-
 HOST = "127.0.0.1"
 
 _log = logging.getLogger("phalanx")

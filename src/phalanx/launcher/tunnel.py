@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
     _Stream = tuple[StreamReader, StreamWriter]
 
-__all__ = ["TunnelClient", "TunnelServer"]
-
 _PROTOCOL = b"phalanx tunnel 2\n"
 _MAX_HELLO_BYTES = 4096
 """The maximum size of a hello, in bytes."""

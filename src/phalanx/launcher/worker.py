@@ -17,8 +17,6 @@ from typing import Any
 
 from phalanx.launcher.rank_bootstrap import die_with_parent
 
-__all__ = ["InterpreterState", "RankOutcome", "main"]
-
 
 @dataclass(frozen=True)
 class InterpreterState:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["encodable", "escape", "shorten"]
-
 # Characters that are printable by their Unicode category but invisible: fillers, variation
 # selectors, the grapheme joiner. `str.isprintable` returns True for them.
 _BLANK = re.compile(

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-__all__ = ["CAUSED_BY", "SESSION_ENDED", "announce", "format_exception", "install", "on_failure"]
-
 SESSION_ENDED = "its session ended with "
 """Prefix of a group's abort reason if an exception left the rank's `with phalanx.init()`."""
 

@@ -17,17 +17,6 @@ if TYPE_CHECKING:
 
     from phalanx.observe.model import Job, Rank
 
-__all__ = [
-    "ExitReason",
-    "ExitStatus",
-    "determine_exit",
-    "get_clock_offset",
-    "get_last_record_time",
-    "get_phalanx_error",
-    "parse_phalanx_error",
-    "to_monotonic",
-]
-
 ExitReason = Literal[
     "alive",  # its process exists
     "left",  # its process exists, but has left all its groups

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from phalanx.observe.model import Job, Operation
     from phalanx.observe.wait_for_graph import WaitForGraph
 
-__all__ = ["as_json", "as_text", "explain"]
-
 VERSION = 1
 """Format version of `as_json`; incremented if a key changes or is removed, not if one is added."""
 

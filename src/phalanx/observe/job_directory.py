@@ -35,27 +35,6 @@ from phalanx.system.polling import wait_until
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "CALL_LOG_VERSION",
-    "JOB_FILE",
-    "LAUNCHER_LOG_FILE",
-    "VERSION",
-    "DirectoryUsage",
-    "JobDirectory",
-    "UnusableFileError",
-    "find_job",
-    "get_base_directory",
-    "get_command_line",
-    "get_pid_scope",
-    "get_recorder_name",
-    "list_job_names",
-    "list_jobs",
-    "list_running_jobs",
-    "make_job_name",
-    "prune",
-    "remove_job",
-]
-
 VERSION = 1
 """The format version of `job.json` and `launcher.jsonl`; recorders have their own version."""
 JOB_FILE = "job.json"

@@ -34,16 +34,6 @@ if TYPE_CHECKING:
 
     from phalanx.observe.job_directory import JobDirectory
 
-__all__ = [
-    "HISTORY",
-    "JobSummary",
-    "ProcessStat",
-    "read_job",
-    "read_job_directory",
-    "read_process_stat",
-    "read_summary",
-]
-
 HISTORY = 4096
 """The number of ended operations that a flight recorder holds."""
 

@@ -25,8 +25,6 @@ from phalanx.observe.job_directory import (
 )
 from phalanx.system import exit_codes
 
-__all__ = ["LauncherLogWriter"]
-
 _log = logging.getLogger("phalanx")
 
 

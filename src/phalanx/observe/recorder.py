@@ -30,16 +30,6 @@ from phalanx.observe.recorder_reader import ended_well, read_recorder
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
-__all__ = [
-    "close",
-    "get_job_directory",
-    "get_job_name",
-    "open_for_group",
-    "open_for_workers",
-    "publish_job",
-    "report",
-]
-
 _KEY = "phalanx/job"
 _WARNED = "phalanx/job/warned"
 _log = logging.getLogger("phalanx")

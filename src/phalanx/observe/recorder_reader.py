@@ -14,8 +14,6 @@ from phalanx.observe.job_directory import get_recorder_name
 if TYPE_CHECKING:
     from phalanx.observe.job_directory import JobDirectory
 
-__all__ = ["build_rank", "ended_well", "parse_rank_ranges", "read_recorder"]
-
 # Suffices for recorders of any version: the native reader reports a version that it cannot read.
 _LIMIT = 16 * 2**20
 _SAME_NAMES = (

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from phalanx.observe.exit_reasons import ExitStatus
     from phalanx.observe.model import Job, Operation, Rank
 
-__all__ = ["OperationCounts", "check", "write"]
-
 _GROUP_THREAD = 1
 """The number of a group's thread in a recorder; all other numbers are threads of the script."""
 

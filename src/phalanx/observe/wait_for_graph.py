@@ -25,8 +25,6 @@ from phalanx.observe.model import select_blocking
 if TYPE_CHECKING:
     from phalanx.observe.model import Group, Job, Operation, Rank
 
-__all__ = ["LONG_WAIT", "RANK_EXIT_PREFIXES", "FailedOperation", "Wait", "WaitForGraph"]
-
 RANK_EXIT_PREFIXES = (SESSION_ENDED, "it left while an operation")
 """Prefixes of the reasons that Phalanx records when it aborts a group because its rank ends."""
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from phalanx.observe.model import Job, Rank
 
-__all__ = ["find_covered_begin", "get_wait_interval", "measure_wait_share", "measure_wait_time"]
-
 # Covers some hundred steps; reading this many operations takes about a millisecond.
 _HISTORY = 1024
 

@@ -21,20 +21,6 @@ from phalanx.system.processes import signal_name
 if TYPE_CHECKING:
     from phalanx.observe.model import Job, Operation, Rank, Report
 
-__all__ = [
-    "NOTICED",
-    "WINDOW",
-    "Activity",
-    "Row",
-    "Straggler",
-    "View",
-    "as_json",
-    "build_view",
-    "get_history_length",
-    "get_outcome",
-    "has_failed",
-]
-
 WINDOW = 5.0
 """The time to which shares refer, in seconds."""
 _OPERATIONS = 8192

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from phalanx.observe.model import Job, Operation
     from phalanx.observe.watch import Activity, Row, View
 
-__all__ = ["Fold", "describe_activity", "describe_balance", "fold", "render"]
-
 _WIDE = 100
 """Terminal width, in columns, from which on the state of every process is shown."""
 _FOLDS = 4

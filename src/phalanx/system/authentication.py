@@ -12,8 +12,6 @@ from __future__ import annotations
 import hmac
 import secrets
 
-__all__ = ["AuthenticationError", "Handshake", "ProtocolMismatch", "WrongKey"]
-
 _NONCE = 32
 _PROOF = 32
 _ACCEPTOR, _INITIATOR = b"acceptor", b"initiator"

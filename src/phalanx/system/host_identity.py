@@ -11,8 +11,6 @@ import os
 import secrets
 import struct
 
-__all__ = ["MemoryProbe", "boot_id", "has_content", "host_identity", "namespace_id"]
-
 _NONCE = struct.Struct("<QQ")
 
 

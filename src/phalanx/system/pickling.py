@@ -14,8 +14,6 @@ from typing import Any, ClassVar
 
 import cloudpickle
 
-__all__ = ["CodePickler", "dumps"]
-
 _reducers, *_fallbacks = cloudpickle.Pickler.dispatch_table.maps
 
 

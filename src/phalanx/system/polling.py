@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["EventFd", "attempts", "wait_until"]
-
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 
 

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["ChildProcess", "RankPidfds", "describe_exit", "signal_group", "signal_name"]
-
 
 class ChildProcess(subprocess.Popen[bytes]):
     """A child process that leads a session and a process group of its own.

@@ -14,8 +14,6 @@ from phalanx.system.processes import ChildProcess
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["LineSplitter", "SshProcess", "parse_ssh_command", "resolve_address"]
-
 CONFIGURATION_TIMEOUT = 10
 """Seconds allowed for ssh to read its configuration."""
 

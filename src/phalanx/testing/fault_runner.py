@@ -21,8 +21,6 @@ from phalanx.testing.faults import Fault, check_faults
 from phalanx.testing.fork_server import Task
 from phalanx.testing.processes import ForkServer, RankProcesses, RankResult
 
-__all__ = ["FaultRunner", "Result"]
-
 # Seconds between two checks of stopped ranks.
 _TICK = 0.002
 

@@ -28,20 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-__all__ = [
-    "OPERATIONS",
-    "Fault",
-    "check_faults",
-    "crash",
-    "delay",
-    "disable_faults",
-    "enable_faults",
-    "fail",
-    "kill",
-    "skip",
-    "stop",
-]
-
 OPERATIONS = (
     "all_gather",
     "all_gather_coalesced",

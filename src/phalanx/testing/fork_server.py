@@ -28,8 +28,6 @@ from phalanx.system.processes import signal_group
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Outcome", "Task", "main"]
-
 
 @dataclass(frozen=True)
 class Task:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["ForkServer", "RankProcesses", "RankResult"]
-
 # Seconds that the server has for an answer; before the first one, it imports torch.
 _TIMEOUT = 60.0
 _CLOSE_SECONDS = 10.0

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
-__all__ = ["join"]
-
 
 def join(
     store: Store,

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-__all__ = ["Layout", "RankRecord", "format_rank_ranges", "group_by_host", "own_address"]
-
 
 class RankRecord(NamedTuple):
     """The record that a rank publishes of itself."""

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from phalanx import _native
 
-__all__ = ["StoreRendezvous", "enter_round", "key"]
-
 _MAX_DESCRIBED = 8
 """The maximum number of missing ranks that an error describes."""
 _ROUND = "phalanx/round"

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from concurrent.futures import Future
 
-__all__ = ["Agent", "LocalAgent", "Worker"]
-
 
 class Agent(ABC):
     """A sender of commands to one host or rank, one command at a time."""

@@ -17,16 +17,6 @@ if TYPE_CHECKING:
 
     from phalanx.doctor.peers.agents import Agent
 
-__all__ = [
-    "Host",
-    "Link",
-    "Network",
-    "format_bandwidth",
-    "format_latency",
-    "measure_network",
-    "schedule_rounds",
-]
-
 _finding = FindingFactory("hosts")
 _SLOW = 0.5
 """Fraction of the best bandwidth below which a link counts as slow."""

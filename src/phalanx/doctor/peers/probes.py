@@ -22,15 +22,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-__all__ = [
-    "TOKEN_BYTES",
-    "LinkMeasurement",
-    "ProbeServer",
-    "UnreachableError",
-    "measure",
-    "measure_memory",
-]
-
 CONNECT_SECONDS = 3.0
 """Seconds until an attempt to connect fails."""
 TOKEN_BYTES = 32

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from phalanx.doctor.peers.links import Network
 
-__all__ = ["job_rank", "measure_job"]
-
 _RANK_VARIABLES = {
     "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
     "PMI_RANK": "PMI_SIZE",

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from phalanx.doctor.peers.links import Network
 
-__all__ = ["measure_over_ssh", "parse_peer_names", "serve_stdin"]
-
 _NAME = re.compile(r"[A-Za-z0-9_][\w.@:%-]*", re.ASCII)
 _MARK = b"phalanx-doctor "
 """Prefix of answers, which distinguishes them from the output of shells at startup."""

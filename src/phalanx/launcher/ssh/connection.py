@@ -11,8 +11,6 @@ from phalanx.launcher.ssh.plan import HostSpec
 from phalanx.launcher.ssh.protocol import pack, unpack
 from phalanx.system.ssh import SshProcess
 
-__all__ = ["Connection"]
-
 _KEPT_LINES = 40
 _SSH_FAILED = 255
 _NO_PROGRAM = (126, 127)

@@ -28,8 +28,6 @@ from phalanx.system.exit_codes import for_signal
 from phalanx.system.processes import signal_name
 from phalanx.system.ssh import resolve_address
 
-__all__ = ["JobOutcome", "run_on_hosts"]
-
 _POLL_SECONDS = 0.1
 _START_TIMEOUT = 60.0
 """Seconds that a host may take from the start of ssh to its `hello` message."""

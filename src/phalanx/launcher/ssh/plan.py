@@ -14,16 +14,6 @@ from phalanx.errors import UsageError
 from phalanx.system.ssh import parse_ssh_command
 from phalanx.torch_versions import shutdown_timeout
 
-__all__ = [
-    "HOST_OPTIONS",
-    "REPLACED_OPTIONS",
-    "STOP_TIMEOUT",
-    "HostSpec",
-    "Plan",
-    "make_plan",
-    "parse_hosts",
-]
-
 HOST_OPTIONS = ("hosts", "export", "ssh", "remote_python")
 """The names of the options that only a job over many hosts has."""
 

@@ -9,8 +9,6 @@ therefore appear on no command line and need no shell quoting.
 import json
 from typing import Any
 
-__all__ = ["HEARTBEAT_SECONDS", "HEARTBEAT_TIMEOUT", "pack", "unpack"]
-
 HEARTBEAT_SECONDS = 5.0
 """Seconds between two heartbeats of the local launcher."""
 HEARTBEAT_TIMEOUT = 60.0

@@ -28,19 +28,6 @@ if TYPE_CHECKING:
 
     from phalanx.observe.wait_for_graph import WaitForGraph
 
-__all__ = [
-    "BusyRank",
-    "Deadlock",
-    "FinishedRank",
-    "GroupOrder",
-    "LateRank",
-    "MissingRank",
-    "RankOnOtherHost",
-    "StoppedRank",
-    "StuckRank",
-    "UnreadableRecorder",
-]
-
 _WAITED = re.compile(r"\bwaited for ((?:rank \d{1,5}(?: \([^)]*\))?(?:, )?)+)")
 
 _RANK = re.compile(r"rank (\d{1,5})")

@@ -23,16 +23,6 @@ if TYPE_CHECKING:
     from phalanx.observe.model import Group, Operation
     from phalanx.observe.wait_for_graph import WaitForGraph
 
-__all__ = [
-    "CHECK_BRANCHES",
-    "KINDS",
-    "Diagnosis",
-    "Side",
-    "UnknownCause",
-    "build_sides",
-    "suggest_stack_dump",
-]
-
 _ALIVE = ExitStatus("alive")
 _MAX_SIDES = 4
 """Maximum number of sides of waiting ranks that a sentence lists; the table lists all."""

@@ -14,19 +14,6 @@ if TYPE_CHECKING:
     from phalanx.observe.model import Group, Job, Operation, Rank
     from phalanx.observe.wait_for_graph import WaitForGraph
 
-__all__ = [
-    "collapse_numbers",
-    "describe_other_jobs",
-    "format_call_site",
-    "format_duration",
-    "format_for_column",
-    "format_last_note",
-    "format_operation",
-    "format_ranks",
-    "format_time",
-    "join_texts",
-]
-
 _SECOND = 1_000_000_000
 _MAX_JOBS = 3
 

@@ -13,8 +13,6 @@ from phalanx.observe.wait_for_graph import LONG_WAIT
 if TYPE_CHECKING:
     from phalanx.observe.wait_for_graph import FailedOperation, WaitForGraph
 
-__all__ = ["EndedJob", "InterruptedRank", "RefusedResource", "RunningJob", "StoppedByLauncher"]
-
 _HANDLED_OUTCOMES = (
     "peer_lost",
     "left",

@@ -23,17 +23,6 @@ if TYPE_CHECKING:
     from phalanx.observe.model import Group
     from phalanx.observe.wait_for_graph import WaitForGraph
 
-__all__ = [
-    "AbortedGroup",
-    "check_any_exit",
-    "check_blocking_ranks",
-    "check_exit",
-    "check_peer_loss",
-    "check_signal_handler",
-    "check_unexplained_exit",
-    "check_unformed_group",
-]
-
 _ABORTED_BY = re.compile(r"\baborted by rank (\d{1,5})\b")
 
 _STORE_LOST = re.compile(r"\bDist(?:Network|Store)Error\b")

@@ -18,15 +18,6 @@ if TYPE_CHECKING:
     from phalanx.observe.model import Group, Operation, Rank
     from phalanx.observe.wait_for_graph import WaitForGraph
 
-__all__ = [
-    "MismatchedMessage",
-    "MismatchedOperation",
-    "UnawaitedMessage",
-    "UnreceivedMessage",
-    "UnsentMessage",
-    "find_incomplete_messages",
-]
-
 _UNSENT = (
     "Every recv needs a send on the other rank, with the same group, tag, dtype and size. Check "
     "the operation that the other rank calls instead.",

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from phalanx.observe.model import Call, Job, Rank, Worker
     from phalanx.observe.wait_for_graph import WaitForGraph
 
-__all__ = ["UnansweredCall", "calls_as_json", "format_call_lines"]
-
 _RECORDED = 3_000_000_000
 """Nanoseconds within which a callee records that it executes a call."""
 
