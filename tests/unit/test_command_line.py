@@ -17,7 +17,8 @@ import pytest
 import typer.main
 
 from phalanx.cli import COMMANDS, main, make_app
-from phalanx.system import exit_codes, extras
+from phalanx.system import extras
+from phalanx.system.processes import ExitCode
 from tests.job_directories import JobFixture
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +84,7 @@ def test_the_trace_is_described_as_json(
     assert (found["job"], found["file"]) == (job.name, str(path))
     assert path.stat().st_size > 0
     code, _, errors = phalanx("trace", job.name, "-o", "/proc/none/found")
-    assert code == exit_codes.USAGE
+    assert code == ExitCode.USAGE
     assert "can't write /proc/none/found" in errors
 
 
@@ -91,7 +92,7 @@ def test_the_options_of_the_list_do_not_remove(
     jobs: Path, phalanx: Callable[..., tuple[Any, str, str]]
 ) -> None:
     code, _, errors = phalanx("jobs", "--remove-ended", "--json")
-    assert code == exit_codes.USAGE
+    assert code == ExitCode.USAGE
     assert "--json" in errors
 
 
@@ -103,9 +104,9 @@ def test_the_exit_codes_of_the_help_are_those_of_the_documentation(
     documented = re.findall(
         r"^\| (\S.*?) \| .* \| .* \|$", page.partition("## Exit codes")[2], re.MULTILINE
     )
-    assert list(dict.fromkeys(documented[2:])) == list(exit_codes.MEANINGS)
+    assert list(dict.fromkeys(documented[2:])) == list(ExitCode.MEANINGS)
     _, help_text, _ = phalanx("--help")
-    for code, meaning in exit_codes.MEANINGS.items():
+    for code, meaning in ExitCode.MEANINGS.items():
         assert f"{code:>7}  {meaning}" in help_text
     _, help_text, _ = phalanx("run", "--help")
     assert "`phalanx --help` lists the exit codes" in help_text
@@ -267,7 +268,7 @@ def test_a_typing_error_is_reported_without_a_stack_trace(
     (tmp_path / "train.py").write_text("print(1)\n")
     words = arguments.format(file="train.py", folder=tmp_path).split()
     code, _, errors = phalanx(*words)
-    assert code == exit_codes.USAGE, errors
+    assert code == ExitCode.USAGE, errors
     assert message in errors
     assert "Traceback" not in errors
 
@@ -279,7 +280,7 @@ def test_a_wrong_variable_is_reported_without_the_stack_trace_of_a_rank(
 ) -> None:
     monkeypatch.setenv("PHALANX_TRANSPORT", "unknown")
     code, _, errors = phalanx("test")
-    assert code == exit_codes.USAGE
+    assert code == ExitCode.USAGE
     assert "transport is 'unknown': expected one of gloo" in errors
     assert len(errors.splitlines()) == 1
 
@@ -292,7 +293,7 @@ def test_an_error_of_a_file_is_one_line(
         code, output, errors = phalanx(command)
         assert "Traceback" not in errors
         assert "/proc/none" in output + errors
-        assert code in (exit_codes.SUCCESS, exit_codes.FAILURE, exit_codes.USAGE)
+        assert code in (ExitCode.SUCCESS, ExitCode.FAILURE, ExitCode.USAGE)
 
 
 def completion(environment: dict[str, str]) -> str:

@@ -4,8 +4,8 @@ A subcommand's module defines `command`, a function that typer turns into option
 if it needs them, `SETTINGS` for `typer.Typer.command`. It imports torch, and whatever imports
 torch, inside the function, so that `phalanx --help` is fast.
 
-`phalanx.system.exit_codes` defines the exit codes. Expected errors are printed in one line, without
-a stack trace.
+`phalanx.system.processes.ExitCode` has the exit codes. Expected errors are printed in one line,
+without a stack trace.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from phalanx.system import exit_codes
+from phalanx.system.processes import ExitCode
 
 __all__ = ["COMMANDS", "main", "make_app"]
 
@@ -63,7 +63,7 @@ def main() -> None:
     try:
         make_app()(prog_name="phalanx")
     except KeyboardInterrupt:
-        sys.exit(exit_codes.INTERRUPTED)
+        sys.exit(ExitCode.INTERRUPTED)
     except Exception as caught:
         error = _find_reported_error(caught)
         code = _exit_code(error)
@@ -107,13 +107,13 @@ def _find_reported_error(error: Exception) -> Exception:
 def _exit_code(error: Exception) -> int | None:
     """Return the code for an error of the user, of Phalanx or of a file; None for a bug."""
     if isinstance(error, OSError) and error.filename is not None:
-        return exit_codes.FAILURE
+        return ExitCode.FAILURE
     errors = sys.modules.get("phalanx.errors")  # if it is not loaded, the error is from elsewhere
     if errors is None:
         return None
     if isinstance(error, errors.UsageError):
-        return exit_codes.USAGE
-    return exit_codes.FAILURE if isinstance(error, errors.PhalanxError) else None
+        return ExitCode.USAGE
+    return ExitCode.FAILURE if isinstance(error, errors.PhalanxError) else None
 
 
 def _describe_error(error: Exception) -> str:
@@ -124,5 +124,5 @@ def _describe_error(error: Exception) -> str:
 
 def _describe_exit_codes() -> str:
     """Return the table of exit codes, one paragraph for rich's markup."""
-    lines = (f"{code:>7}  {meaning}" for code, meaning in exit_codes.MEANINGS.items())
+    lines = (f"{code:>7}  {meaning}" for code, meaning in ExitCode.MEANINGS.items())
     return "\n".join(["Exit codes:", *lines])

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phalanx.cli.output import AsJson, Output, check_writable, write_json
-from phalanx.system import exit_codes
 from phalanx.system.extras import install_command
+from phalanx.system.processes import ExitCode
 
 if TYPE_CHECKING:
     from phalanx.bench.plan import Plan
@@ -134,7 +134,7 @@ def command(
     if plot is not None:
         _plot(reports, plot, algorithms)
     if any(report.wrong for report in reports):
-        raise typer.Exit(exit_codes.FAILURE)
+        raise typer.Exit(ExitCode.FAILURE)
 
 
 def _plot(reports: "list[Report]", path: Path, algorithms: bool) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phalanx.cli.output import AsJson, Output, check_writable, make_console, write_json
-from phalanx.system import exit_codes
+from phalanx.system.processes import ExitCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,7 +123,7 @@ def _check(measure: "Measure | None", as_json: bool, output: Path | None) -> Non
         print_findings(network_findings, console)
         print_summary(all_findings, console)
     if not report.is_fit(all_findings):
-        raise typer.Exit(exit_codes.FAILURE)
+        raise typer.Exit(ExitCode.FAILURE)
 
 
 def _measure_network(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phalanx.cli.output import AsJson, Output, check_writable, make_console, write_json
-from phalanx.system import exit_codes
+from phalanx.system.processes import ExitCode
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -113,7 +113,7 @@ def _remove(names: list[str], *, ended: bool) -> None:
             failed = True
             sys.stderr.write(f"phalanx: error: {error}\n")
     if failed:
-        raise typer.Exit(exit_codes.USAGE)
+        raise typer.Exit(ExitCode.USAGE)
 
 
 def _print_table(jobs: list[JobSummary]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from phalanx import __version__
 from phalanx.launcher.failures import STOPPED
 from phalanx.launcher.ssh.protocol import HEARTBEAT_TIMEOUT, pack, unpack
-from phalanx.system import exit_codes
+from phalanx.system.processes import ExitCode
 from phalanx.system.ssh import LineSplitter
 
 
@@ -136,7 +136,7 @@ def _watch_channel(
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(stop_timeout)
     # The main thread hangs and handles no signal. The kernel ends the ranks with this process.
-    os._exit(exit_codes.FAILURE)
+    os._exit(ExitCode.FAILURE)
 
 
 def _run(start: dict[str, Any], finished: threading.Event) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _run(start: dict[str, Any], finished: threading.Event) -> dict[str, Any]:
         os.chdir(start["directory"])
     except OSError as error:
         return _make_end_message(
-            exit_codes.USAGE,
+            ExitCode.USAGE,
             f"can't use directory {start['directory']}: {error.strerror}; create it there",
         )
     os.environ.update(start["environment"])
@@ -163,11 +163,11 @@ def _run(start: dict[str, Any], finished: threading.Event) -> dict[str, Any]:
     try:
         outcome = run(parse_arguments(["--key-fd", str(key), *start["arguments"]]))
     except UsageError as error:
-        return _make_end_message(exit_codes.USAGE, str(error))
+        return _make_end_message(ExitCode.USAGE, str(error))
     except PhalanxError as error:  # a failed rendezvous: another host may know the cause
-        return _make_end_message(exit_codes.FAILURE, str(error), distance=1)
+        return _make_end_message(ExitCode.FAILURE, str(error), distance=1)
     except KeyboardInterrupt:
-        return _make_end_message(exit_codes.INTERRUPTED, "stopped by SIGINT", distance=STOPPED)
+        return _make_end_message(ExitCode.INTERRUPTED, "stopped by SIGINT", distance=STOPPED)
     finally:
         finished.set()  # from now on there are no ranks to stop
     if outcome.is_remote:

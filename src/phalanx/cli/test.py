@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from phalanx.cli.output import AsJson, Output, check_writable, make_console, write_json
-from phalanx.system import exit_codes
+from phalanx.system.processes import ExitCode
 
 SETTINGS: dict[str, Any] = {
     "help": "\n\n".join(
@@ -63,7 +63,7 @@ def command(
     sizes = ", ".join(str(size) for size in SIZES)
     if wrong:
         console.print(f"[red]{wrong} of {len(reports[0])} operations are wrong[/]")
-        raise typer.Exit(exit_codes.FAILURE)
+        raise typer.Exit(ExitCode.FAILURE)
     console.print(
         f"[green]all {len(reports[0])} operations agree with numpy[/] ({sizes} elements each)"
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from phalanx.cli.output import AsJson, Output, make_console, open_output
-from phalanx.system import exit_codes
+from phalanx.system.processes import ExitCode
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,16 +78,16 @@ def command(
     except KeyboardInterrupt:
         if not as_json:
             console.print("Stopped watching; the job continues.")
-        raise typer.Exit(exit_codes.SUCCESS) from None
+        raise typer.Exit(ExitCode.SUCCESS) from None
     except BrokenPipeError:  # the reader of the output is gone
-        raise typer.Exit(exit_codes.SUCCESS) from None
+        raise typer.Exit(ExitCode.SUCCESS) from None
     finally:
         if file is not None:
             file.close()
     succeeded, text = readings.outcome
     if text and not as_json:
         console.print(text, soft_wrap=True, markup=False)
-    raise typer.Exit(exit_codes.SUCCESS if succeeded else exit_codes.FAILURE)
+    raise typer.Exit(ExitCode.SUCCESS if succeeded else ExitCode.FAILURE)
 
 
 class _Readings:

@@ -50,8 +50,7 @@ from phalanx.launcher.output_forwarder import Exit, OutputForwarder, Sink
 from phalanx.launcher.rendezvous import HostRendezvous, open_rendezvous
 from phalanx.launcher.store import HOST
 from phalanx.observe.launcher_log_writer import LauncherLogWriter
-from phalanx.system.exit_codes import for_signal
-from phalanx.system.processes import signal_group
+from phalanx.system.processes import signal_exit_code, signal_group
 from phalanx.torch_versions import shutdown_timeout
 
 _POLL_SECONDS = 0.1
@@ -102,7 +101,7 @@ def run(args: Namespace) -> HostOutcome:
             return _run(job)
         except SignalException as caught:  # a second signal, while the job was ending
             return HostOutcome(
-                for_signal(caught.sigval), "", f"stopped by {caught.sigval.name}", STOPPED
+                signal_exit_code(caught.sigval), "", f"stopped by {caught.sigval.name}", STOPPED
             )
 
 
@@ -292,7 +291,7 @@ class _Agent(LocalElasticAgent):
             is_final = not self._is_optional()
             text = f"stopped by {args[0].name}"
             self.coordinator.report(
-                text, for_signal(args[0]), is_final=is_final, has_left=not is_final
+                text, signal_exit_code(args[0]), is_final=is_final, has_left=not is_final
             )
         super()._shutdown(*args, **options)
         self._record_exit_codes()
@@ -510,7 +509,7 @@ def _run_agent(agent: _Agent, endpoint: str) -> HostOutcome:
         result = agent.run()
     except SignalException as caught:
         return HostOutcome(
-            for_signal(caught.sigval), "", f"stopped by {caught.sigval.name}", STOPPED
+            signal_exit_code(caught.sigval), "", f"stopped by {caught.sigval.name}", STOPPED
         )
     except UsageError:
         raise

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from phalanx.system.exit_codes import for_signal
-from phalanx.system.processes import describe_exit
+from phalanx.system.processes import describe_exit, signal_exit_code
 
 GRACE = 3.0
 """Seconds for which ranks may continue after a consequence, so that its cause can show."""
@@ -75,7 +74,7 @@ class Failure:
     @property
     def exit_code(self) -> int:
         """The exit code of the launcher for this failure: 128 + N for signal N, never 0."""
-        return for_signal(-self.code) if self.code < 0 else self.code or 1
+        return signal_exit_code(-self.code) if self.code < 0 else self.code or 1
 
     @property
     def headline(self) -> str:

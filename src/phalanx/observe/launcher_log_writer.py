@@ -23,7 +23,7 @@ from phalanx.observe.job_directory import (
     make_job_name,
     prune,
 )
-from phalanx.system import exit_codes
+from phalanx.system.processes import ExitCode
 
 _log = logging.getLogger("phalanx")
 
@@ -80,8 +80,8 @@ class LauncherLogWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         is_interrupt = kind is not None and issubclass(kind, KeyboardInterrupt)
-        failure = exit_codes.INTERRUPTED if is_interrupt else exit_codes.FAILURE
-        self.finish(exit_codes.SUCCESS if kind is None else failure)
+        failure = ExitCode.INTERRUPTED if is_interrupt else ExitCode.FAILURE
+        self.finish(ExitCode.SUCCESS if kind is None else failure)
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables to set for the ranks."""

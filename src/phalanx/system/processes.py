@@ -1,4 +1,4 @@
-"""Child processes, process groups, pidfds of the processes of a job, and names of their ends.
+"""Child processes, process groups, pidfds of the processes of a job, exit codes and signals.
 
 A process that must die with its parent calls `launcher.rank_bootstrap.die_with_parent`, which is
 also a program of its own and therefore imports nothing of the package.
@@ -12,7 +12,7 @@ import select
 import signal
 import subprocess
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -130,3 +130,29 @@ def signal_name(number: int) -> str:
 def describe_exit(code: int) -> str:
     """Describe an exit code as in `subprocess`: "exited with code 3" or "was killed by SIGKILL"."""
     return f"exited with code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
+
+
+def signal_exit_code(number: int) -> int:
+    """Return the exit code for an end by a signal, by the convention of shells: 128 + number."""
+    return 128 + number
+
+
+class ExitCode:
+    """The exit codes of commands and of ranks."""
+
+    SUCCESS = 0
+    FAILURE = 1
+    USAGE = 2
+    INTERRUPTED = signal_exit_code(signal.SIGINT)
+    TERMINATED = signal_exit_code(signal.SIGTERM)
+
+    MEANINGS: ClassVar = {
+        str(SUCCESS): "success",
+        str(FAILURE): "an error that the message describes, or a check that failed",
+        str(USAGE): "wrong usage: an unknown option, a missing file",
+        str(INTERRUPTED): "ended by Ctrl-C",
+        str(TERMINATED): "ended by SIGTERM (`phalanx run`, a `Trainer`)",
+        "128 + N": "the rank that failed first was killed by signal N (`phalanx run`)",
+        "other": "the exit code of the rank that failed first (`phalanx run`)",
+    }
+    """The meaning of each exit code, in the order of the documentation; `phalanx --help` has it."""

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
 
-from phalanx.system import exit_codes
+from phalanx.system.processes import ExitCode
 
-PREEMPTION_EXIT_CODE = exit_codes.TERMINATED
+PREEMPTION_EXIT_CODE = ExitCode.TERMINATED
 """The exit code of a rank that saved and exited on SIGTERM: 143, by the convention of shells."""
 
 Value = TypeVar("Value")

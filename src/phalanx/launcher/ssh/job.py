@@ -24,8 +24,7 @@ from phalanx.launcher.output_forwarder import Sink
 from phalanx.launcher.ssh.connection import Connection
 from phalanx.launcher.ssh.plan import HostSpec, Plan
 from phalanx.launcher.ssh.protocol import HEARTBEAT_SECONDS
-from phalanx.system.exit_codes import for_signal
-from phalanx.system.processes import signal_name
+from phalanx.system.processes import signal_exit_code, signal_name
 from phalanx.system.ssh import resolve_address
 
 _POLL_SECONDS = 0.1
@@ -259,7 +258,7 @@ class _Job:
         """Return the outcome for the user, once all hosts have ended or been given up."""
         if self._signals:
             name = signal_name(self._signals[0])
-            return JobOutcome(for_signal(self._signals[0]), f"stopped by {name}")
+            return JobOutcome(signal_exit_code(self._signals[0]), f"stopped by {name}")
         failures = self._failures()
         if not failures:
             return JobOutcome(0)

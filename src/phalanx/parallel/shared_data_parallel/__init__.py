@@ -1,9 +1,8 @@
 """`SharedDataParallel`: parameters, gradients and optimizer state held once per host.
 
 - `module`: the public class, and the plain module that a copy of it becomes.
-- `rank_topology`: the ranks that share memory, and the owners of slices.
 - `layout`: the position of each parameter in the memory, and the slices of each owner.
-- `memory`: memory that the ranks of a host share, and its views as tensors.
+- `memory`: the ranks of a host, the owners of slices, the shared memory, and its views as tensors.
 - `parameters`: the move of a module's parameters into that memory.
 - `deferred_linear`: gradients of linear layers, computed directly into the memory.
 - `gradients`: collection of gradients bucket by bucket, and clipping by their norm.

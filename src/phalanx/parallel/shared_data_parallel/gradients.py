@@ -18,9 +18,8 @@ from torch import Tensor
 from phalanx.errors import UsageError
 from phalanx.parallel.shared_data_parallel.deferred_linear import Product
 from phalanx.parallel.shared_data_parallel.layout import Layout
-from phalanx.parallel.shared_data_parallel.memory import HostMemory, flat, shaped_like
+from phalanx.parallel.shared_data_parallel.memory import HostMemory, RankTopology, flat, shaped_like
 from phalanx.parallel.shared_data_parallel.parameters import SharedParameters
-from phalanx.parallel.shared_data_parallel.rank_topology import RankTopology
 from phalanx.parallel.shared_data_parallel.reducer import make_reducer
 
 _NO_CHANGE = contextlib.nullcontext()

@@ -16,9 +16,8 @@ from phalanx.parallel.shared_data_parallel.layout import (
     ParameterFragment,
     round_up,
 )
-from phalanx.parallel.shared_data_parallel.memory import HostMemory, flat, shaped_like
+from phalanx.parallel.shared_data_parallel.memory import HostMemory, RankTopology, flat, shaped_like
 from phalanx.parallel.shared_data_parallel.parameters import SharedParameters, trim_heap
-from phalanx.parallel.shared_data_parallel.rank_topology import RankTopology
 
 #: Optimizers of PyTorch that update each element independently.
 ELEMENTWISE = (

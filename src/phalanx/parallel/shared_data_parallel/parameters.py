@@ -12,8 +12,12 @@ from torch import Tensor, nn
 
 from phalanx.errors import UsageError
 from phalanx.parallel.shared_data_parallel.layout import Layout, make_layout
-from phalanx.parallel.shared_data_parallel.memory import HostMemory, shaped_like
-from phalanx.parallel.shared_data_parallel.rank_topology import RankTopology, find_topology
+from phalanx.parallel.shared_data_parallel.memory import (
+    HostMemory,
+    RankTopology,
+    find_topology,
+    shaped_like,
+)
 
 #: The dtypes of parameters that can be trained; frozen parameters may have any dtype.
 TRAINABLE_DTYPES = (

@@ -18,8 +18,7 @@ from torch import Tensor
 
 import phalanx
 from phalanx.parallel.shared_data_parallel.layout import Layout
-from phalanx.parallel.shared_data_parallel.memory import HostMemory
-from phalanx.parallel.shared_data_parallel.rank_topology import RankTopology
+from phalanx.parallel.shared_data_parallel.memory import HostMemory, RankTopology
 from phalanx.torch_versions import reduce_scatter_single
 
 # The maximum number of buckets in progress: those that a rank has written and others may still
