@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -141,10 +142,10 @@ def build_wheel(python: str, version: str, machine: str, sources: Path) -> Path:
 def repair(wheel: Path, output: Path) -> str:
     """Give a wheel its manylinux tag, which auditwheel checks; check the result and describe it."""
     machine = next(machine for machine in MACHINES if wheel.stem.endswith(machine))
-    tag = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
     repaired = FOLDER / f"{wheel.stem}-repaired"
     shutil.rmtree(repaired, ignore_errors=True)
-    run(["auditwheel", "repair", "--plat", tag, "--wheel-dir", repaired, wheel])
+    # Of another processor, auditwheel grants the oldest tag possible, but accepts no name for it.
+    run(["auditwheel", "repair", "--plat", "auto", "--wheel-dir", repaired, wheel])
     (found,) = repaired.glob("*.whl")
     check(found, machine)
     output.mkdir(parents=True, exist_ok=True)
@@ -152,11 +153,14 @@ def repair(wheel: Path, output: Path) -> str:
 
 
 def check(wheel: Path, machine: str) -> None:
-    """Check what auditwheel does not: the size, the extension's processor, symbols and libraries.
+    """Check the tag, the size, and the extension's processor, symbols and libraries.
 
     Raises:
         WheelError: The wheel must not be released.
     """
+    tags = re.findall(rf"manylinux_(\d+)_(\d+)_{machine}", wheel.stem)
+    if not any(tuple(map(int, tag)) <= tuple(map(int, GLIBC.split("."))) for tag in tags):
+        raise WheelError(f"{wheel.name}: needs a newer glibc than {GLIBC}")
     if wheel.stat().st_size > MAX_BYTES:
         raise WheelError(f"{describe(wheel)}: more than {MAX_BYTES / 1e6:g} MB")
     with zipfile.ZipFile(wheel) as archive:

@@ -175,7 +175,6 @@ def test_the_programs_of_the_tutorial(environment: Environment, sources: Path) -
         command
         for page in sorted((ROOT / "docs" / "tutorial").glob("*.md"))
         for fence in read_fences(page)
-        if fence.language == "console"
         for command, _ in fence.commands
         if ".py" in command
     }
