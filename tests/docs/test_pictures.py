@@ -115,7 +115,7 @@ def test_tracebacks_are_folded() -> None:
     lines = [
         "[rank 1] step 3",
         "[rank 0] [rank0]: Traceback (most recent call last):",
-        '[rank 0] [rank0]:   File "/home/me/train.py", line 3',
+        '[rank 0] [rank0]:   File "/project/train.py", line 3',
         "[rank 0] [rank0]:     dist.barrier()",
         "[rank 0] ValueError: 3",
     ]
