@@ -44,10 +44,10 @@ def check_writable(path: Path | None, option: str = "--output") -> None:
     Raises:
         UsageError: It is a directory, its directory does not exist, or one of them is read-only.
     """
-    from phalanx.errors import UsageError
-
     if path is None:
         return
+    from phalanx.errors import UsageError
+
     folder = path.absolute().parent
     if path.is_dir():
         raise UsageError(f"{option} is {path}, which is a directory: expected a file")

@@ -222,8 +222,9 @@ def _raise_failure(
     parts += [f"Failed after it: {_format_ranks(later)}."] if later else []
     parts += [f"Stopped by the launcher: {_format_ranks(ranks.stopped)}."] if ranks.stopped else []
     hint, job = _explain_hint(launcher_log, cause.exit_code)
-    error = LaunchError("\n\n".join(parts) + hint, ranks=[cause.rank], job=job)
-    raise error from _load_error(outcome)
+    message = "\n\n".join(parts) + hint
+    # A variable for the exception would be a cycle, which keeps the descriptors of all frames.
+    raise LaunchError(message, ranks=[cause.rank], job=job) from _load_error(outcome)
 
 
 def _explain_hint(launcher_log: LauncherLogWriter, code: int) -> tuple[str, str | None]:
