@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import typer
 
 from phalanx.bench import results
+from phalanx.cli import test as cli_test
 from phalanx.doctor.finding import Finding
 from phalanx.doctor.peers.links import Host, Link, Network
 from phalanx.doctor.report import as_json as doctor_as_json
+from phalanx.launcher import launch
 from phalanx.observe import explain, watch
 from phalanx.observe.diagnosis.diagnosis import KINDS
 from phalanx.observe.model import Call, Worker
@@ -23,7 +26,7 @@ from tests.synthetic_jobs import JobBuilder, build_straggling_job
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reference" / "json.md").read_text()
-CONTEXT = Path(__file__).parent / "contexts" / "README" / "train.py"
+CONTEXT = Path(__file__).parent / "contexts" / "json" / "train.py"
 
 
 def documented(command: str) -> dict[str, str]:
@@ -135,5 +138,16 @@ def test_bench() -> None:
     assert f"`{results.FORMATS[False]}`" in documented("bench --json")["format"]
 
 
-def test_selfcheck_has_no_json(tmp_path: Path) -> None:
-    assert run("phalanx test --json", tmp_path).returncode == 2
+def test_trace(failed_job: Path) -> None:
+    check("trace --json", read_json("phalanx trace --json --output job.pftrace", failed_job))
+
+
+def test_selfcheck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = read_json("phalanx test --json", tmp_path)
+    assert (right["ok"], right["failures"]) == (True, [])
+    monkeypatch.setattr(launch, "launch", lambda *_: [{"send, recv": "7 != 8"}, {"send, recv": ""}])
+    with pytest.raises(typer.Exit):
+        cli_test.command(2, 60.0, 1, True, tmp_path / "wrong.json")
+    wrong = json.loads((tmp_path / "wrong.json").read_text())
+    assert (wrong["ok"], wrong["failures"][0]["rank"]) == (False, 0)
+    check("test --json", right, wrong)

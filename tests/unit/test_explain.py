@@ -348,8 +348,8 @@ def test_ranks_that_end_before_they_join() -> None:
 
 
 def test_the_page_documents_all_json_keys(repository: Path) -> None:
-    page = (repository / "docs" / "when-a-job-hangs-or-dies.md").read_text()
-    text = page.partition("## JSON output")[2]
+    page = (repository / "docs" / "reference" / "json.md").read_text()
+    text = page.partition("## phalanx explain --json")[2].partition("\n## ")[0]
     assert set(re.findall(r"`(\w+)`", text.partition("`kind` is one of")[2].partition(".")[0])) == {
         *KINDS
     }
