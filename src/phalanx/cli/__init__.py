@@ -64,8 +64,7 @@ def main() -> None:
         make_app()(prog_name="phalanx")
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
-    except Exception as caught:
-        error = _find_reported_error(caught)
+    except Exception as error:
         code = _exit_code(error)
         if code is None:
             raise
@@ -88,20 +87,6 @@ def _flush_stdout() -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _find_reported_error(error: Exception) -> Exception:
-    """Return the error of Phalanx that a rank of this command has raised, else the error itself.
-
-    The message of a `LaunchError` has the rank's stack trace, which a wrong setting does not need.
-    """
-    errors = sys.modules.get("phalanx.errors")
-    if errors is None or not isinstance(error, errors.LaunchError):
-        return error
-    cause: Any = error.__cause__
-    is_known = isinstance(cause, (errors.UsageError, errors.PhalanxError))
-    reported: Exception = cause if is_known else error
-    return reported
 
 
 def _exit_code(error: Exception) -> int | None:

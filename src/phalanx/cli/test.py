@@ -37,6 +37,7 @@ def command(
 ) -> None:
     """Run the self-check and print its results."""
     import phalanx
+    from phalanx.errors import LaunchError, UsageError
     from phalanx.launcher.launch import launch
     from phalanx.testing.selfcheck import SIZES, check
 
@@ -45,7 +46,12 @@ def command(
     seed = secrets.randbelow(2**31) if seed is None else seed
     console.print(f"Phalanx {phalanx.__version__}: {nprocs} ranks, seed {seed}")
     with console.status("starting ranks and checking"):
-        reports = launch(check, nprocs, (seed, timeout))
+        try:
+            reports = launch(check, nprocs, (seed, timeout))
+        except LaunchError as error:
+            if isinstance(error.__cause__, UsageError):  # a wrong setting needs no stack trace
+                raise error.__cause__ from None
+            raise
     failures = [
         {"operation": name, "rank": rank, "reason": report[name]}
         for name in reports[0]
