@@ -192,6 +192,9 @@ def state_of(package: str, source: str, folder: Path) -> Iterator[dict[str, Any]
 
 def run_examples(package: str, folder: Path) -> tuple[int, str]:
     """Run the examples of a package; return their number and the report of those that fail."""
+    current = folder / "current"  # some examples write there
+    current.mkdir()
+    os.chdir(current)
     runner = doctest.DocTestRunner(
         optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE, verbose=False
     )
