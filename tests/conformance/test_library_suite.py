@@ -34,6 +34,9 @@ from torch.testing._internal.common_distributed import MultiProcessTestCase
 def form(case, backend):
     init = f"file://{case.file_name}"
     dist.init_process_group(backend, init_method=init, rank=case.rank, world_size=2)
+    # Gloo connects each pair of ranks by itself: a rank that exits before its peer has seen
+    # the connection makes the peer's init_process_group fail.
+    dist.barrier()
 
 
 class Ranks(MultiProcessTestCase):
@@ -120,7 +123,7 @@ def test_outcomes_and_groups(results: Results, column: str) -> None:
         "test_skipped": ("skip", ""),
         "test_no_group": ("pass", ""),
         "test_fails": ("fail", ""),
-    }, results[column]
+    }, "\n".join(f"{test}: {outcome.reason}" for test, outcome in results[column].items())
     broken = results[column][f"{BROKEN}::import"]
     assert broken.outcome == "fail"
     assert "no_such_module" in broken.reason
