@@ -47,7 +47,9 @@ def options(command: str) -> dict[str, Any]:
     return {name: each for each in parameters for name in each.opts}
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("run", "key")])
+@pytest.mark.parametrize(
+    "command", [name for name in COMMANDS if name not in ("run", "key", "examples")]
+)
 def test_every_report_is_available_as_json_and_in_a_file(command: str) -> None:
     found = options(command)
     assert found["--json"].is_flag
@@ -94,6 +96,26 @@ def test_the_options_of_the_list_do_not_remove(
     code, _, errors = phalanx("jobs", "--remove-ended", "--json")
     assert code == ExitCode.USAGE
     assert "--json" in errors
+
+
+def test_the_examples_are_copied_and_replace_nothing(
+    tmp_path: Path, phalanx: Callable[..., tuple[Any, str, str]]
+) -> None:
+    folder = tmp_path / "new" / "examples"
+    code, printed, _ = phalanx("examples", str(folder))
+    assert code == ExitCode.SUCCESS
+    programs = {
+        path.relative_to(ROOT / "examples"): path.read_text()
+        for path in (ROOT / "examples").rglob("*.py")
+    }
+    assert f"{len(programs)} programs" in printed
+    copied = {path.relative_to(folder): path.read_text() for path in folder.rglob("*.*")}
+    assert copied == programs
+    (folder / "train_digits.py").write_text("mine")
+    code, _, errors = phalanx("examples", str(folder))
+    assert code == ExitCode.USAGE
+    assert f"{folder} exists" in errors
+    assert (folder / "train_digits.py").read_text() == "mine"
 
 
 def test_the_exit_codes_of_the_help_are_those_of_the_documentation(

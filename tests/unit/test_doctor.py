@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import subprocess
@@ -281,13 +280,13 @@ def make_ssh(tmp_path: Path, text: str) -> list[str]:
 
 
 LATE = """
-import json, sys, time
-print("welcome", end="", flush=True)
-asked = [json.loads(sys.stdin.readline())["number"]]
-asked.append(json.loads(sys.stdin.readline())["number"])
+import sys
+from phalanx.system.ssh import pack_message, unpack_message
+print("welcome", flush=True)
+asked = [unpack_message(sys.stdin.buffer.readline())["number"] for _ in range(2)]
 for number in asked:
-    answer = {"name": f"answer {number}", "number": number}
-    print("\\nphalanx-doctor " + json.dumps(answer), flush=True)
+    answer = pack_message(name=f"answer {number}", number=number)
+    print(answer.decode(), end="", flush=True)
 """
 
 
@@ -304,11 +303,13 @@ def test_a_late_answer_is_not_used_for_the_next_command(tmp_path: Path) -> None:
 
 def test_an_answer_over_ssh_contains_the_number_of_its_command() -> None:
     command = [sys.executable, "-m", "phalanx", "doctor", "--answer"]
-    asked = json.dumps({"do": "measure", "address": "", "port": "none", "number": 7}) + "\n"
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=100)
-    first, line = done.stdout.splitlines()
-    assert first == ""
-    assert json.loads(line.removeprefix("phalanx-doctor "))["number"] == 7
+    asked = ssh.pack_message(do="measure", address="", port="none", number=7)
+    done = subprocess.run(command, input=b"noise\n" + asked, capture_output=True, timeout=100)
+    first, line = done.stdout.splitlines(keepends=True)
+    assert first == b"\n"
+    answer = ssh.unpack_message(line)
+    assert answer is not None
+    assert answer["number"] == 7
 
 
 def test_a_configuration_of_ssh_that_takes_too_long(

@@ -134,9 +134,9 @@ def requirement_files(name: str) -> Iterator[Path]:
 
 
 @pytest.fixture
-def sources(tmp_path: Path) -> Path:
-    """The examples, away from the repository."""
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+def sources(environment: Environment, tmp_path: Path) -> Path:
+    """The examples, as they are in the wheel."""
+    environment.run("phalanx examples", tmp_path)
     return tmp_path / "examples"
 
 

@@ -21,7 +21,10 @@ from phalanx.system.processes import ExitCode
 
 __all__ = ["COMMANDS", "main", "make_app"]
 
-COMMANDS = ("run", "jobs", "explain", "watch", "trace", "doctor", "test", "bench", "key")
+COMMANDS = (
+    *("run", "jobs", "explain", "watch", "trace"),
+    *("doctor", "test", "bench", "key", "examples"),
+)
 
 
 def make_app() -> typer.Typer:

@@ -18,9 +18,9 @@ from typing import Any
 
 from phalanx import __version__
 from phalanx.launcher.failures import STOPPED
-from phalanx.launcher.ssh.protocol import HEARTBEAT_TIMEOUT, pack, unpack
+from phalanx.launcher.ssh import HEARTBEAT_TIMEOUT
 from phalanx.system.processes import ExitCode
-from phalanx.system.ssh import LineSplitter
+from phalanx.system.ssh import LineSplitter, pack_message, unpack_message
 
 
 class _MessageChannel:
@@ -42,7 +42,9 @@ class _MessageChannel:
         Raises:
             BrokenPipeError: The connection is lost.
         """
-        data = pack(kind, **content)
+        data = pack_message(kind=kind, **content)
+        if kind == "hello":
+            data = b"\n" + data
         with self._lock:
             while data:
                 data = data[os.write(self._write_fd, data) :]
@@ -54,7 +56,7 @@ class _MessageChannel:
         data = os.read(self._read_fd, 1 << 16)
         if not data:
             return None
-        return [message for line in self._lines.feed(data) if (message := unpack(line))]
+        return [message for line in self._lines.feed(data) if (message := unpack_message(line))]
 
 
 class _Output(io.RawIOBase):

@@ -1,8 +1,12 @@
-"""The ssh client: programs on other hosts, connected by pipes that carry lines."""
+"""The ssh client: programs on other hosts, connected by pipes that carry one message per line.
+
+A message is JSON behind a mark, which distinguishes it from the output of the host's shell.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import shutil
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
 CONFIGURATION_TIMEOUT = 10
 """Seconds allowed for ssh to read its configuration."""
 
+_MARK = b"\x1ephalanx "
 _CONNECT_TIMEOUT = 10
 _OPTIONS = (
     "-T",  # no terminal: there is no interactive input
@@ -49,6 +54,26 @@ def parse_ssh_command(text: str, option: str = "--hosts") -> list[str]:
             "openssh-client or openssh-clients); install it, or name another program with --ssh"
         )
     return words
+
+
+def pack_message(**content: Any) -> bytes:
+    """Encode a message as a line.
+
+    The first message from a host needs an empty line before it, because the output of its shell may
+    lack a final newline.
+    """
+    return _MARK + json.dumps(content).encode() + b"\n"
+
+
+def unpack_message(line: bytes) -> dict[str, Any] | None:
+    """Decode a line; return None if it is not a message, or if its end is missing."""
+    if not (line.startswith(_MARK) and line.endswith(b"\n")):
+        return None
+    try:
+        message = json.loads(line[len(_MARK) :])
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) else None
 
 
 class LineSplitter:

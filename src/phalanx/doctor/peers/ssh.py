@@ -6,7 +6,6 @@ ssh never prompts (`BatchMode`). If it had to prompt, the host is reported as ab
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import select
@@ -19,7 +18,13 @@ from phalanx.doctor.network import listening_address
 from phalanx.doctor.peers.agents import Agent, LocalAgent, Worker
 from phalanx.doctor.peers.links import measure_network
 from phalanx.errors import UsageError
-from phalanx.system.ssh import LineSplitter, SshProcess, resolve_address
+from phalanx.system.ssh import (
+    LineSplitter,
+    SshProcess,
+    pack_message,
+    resolve_address,
+    unpack_message,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +32,6 @@ if TYPE_CHECKING:
     from phalanx.doctor.peers.links import Network
 
 _NAME = re.compile(r"[A-Za-z0-9_][\w.@:%-]*", re.ASCII)
-_MARK = b"phalanx-doctor "
-"""Prefix of answers, which distinguishes them from the output of shells at startup."""
 _IDLE_SECONDS = 900.0
 """Seconds that a host waits for the next command."""
 _END_SECONDS = 3.0
@@ -129,11 +132,10 @@ def serve_stdin() -> None:
     lines, stdin = LineSplitter(), sys.stdin.fileno()
     while select.select([stdin], [], [], _IDLE_SECONDS)[0] and (data := os.read(stdin, 1 << 16)):
         for line in lines.feed(data):
-            command = json.loads(line)
-            answer = {**worker.execute(command), "number": command["number"]}
-            # The output of a shell at login may lack a final newline.
-            sys.stdout.write(f"\n{_MARK.decode()}{json.dumps(answer)}\n")
-            sys.stdout.flush()
+            if command := unpack_message(line):
+                answer = {**worker.execute(command), "number": command["number"]}
+                sys.stdout.buffer.write(b"\n" + pack_message(**answer))
+                sys.stdout.flush()
     worker.close()
 
 
@@ -148,7 +150,7 @@ class _SshAgent(Agent):
 
     def start(self, command: Mapping[str, Any]) -> None:
         self._number += 1
-        self._process.write(json.dumps({**command, "number": self._number}).encode() + b"\n")
+        self._process.write(pack_message(**{**command, "number": self._number}))
 
     def answer(self, seconds: float) -> dict[str, Any]:
         end = time.monotonic() + seconds
@@ -156,11 +158,10 @@ class _SshAgent(Agent):
             if (remaining := end - time.monotonic()) <= 0:
                 return {"error": f"no answer over ssh within {seconds:g} s"}
             for line in self._read(remaining):
-                if line.startswith(_MARK) and line.endswith(b"\n"):  # else the host was cut off
-                    answer: dict[str, Any] = json.loads(line.removeprefix(_MARK))
-                    # A different number is that of an earlier command, whose answer is late.
-                    if answer.pop("number") == self._number:
-                        return answer
+                # A different number is that of an earlier command, whose answer is late.
+                answer = unpack_message(line)
+                if answer and answer.pop("number") == self._number:
+                    return answer
         return {"error": self._failure_reason()}
 
     def close(self) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launcher.ssh.plan import HostSpec
-from phalanx.launcher.ssh.protocol import pack, unpack
-from phalanx.system.ssh import SshProcess
+from phalanx.system.ssh import SshProcess, pack_message, unpack_message
 
 _KEPT_LINES = 40
 _SSH_FAILED = 255
@@ -69,7 +68,7 @@ class Connection:
         for line in lines:
             if self.hello is None and not line.strip():  # an empty line precedes a hello
                 continue
-            message = unpack(line) if from_launcher else None
+            message = unpack_message(line) if from_launcher else None
             if message is None:
                 text = line.decode(errors="replace").rstrip()
                 self._text_lines.append(text)
@@ -85,7 +84,7 @@ class Connection:
 
         Ignores a broken pipe: `read` detects a lost connection.
         """
-        self.process.write(pack(kind, **content) if kind else b"\n")
+        self.process.write(pack_message(kind=kind, **content) if kind else b"\n")
 
     def start(self, **content: Any) -> None:
         """Tell the host to start its ranks."""

@@ -21,9 +21,9 @@ from phalanx.launcher.failures import (
     may_have_unknown_cause,
 )
 from phalanx.launcher.output_forwarder import Sink
+from phalanx.launcher.ssh import HEARTBEAT_SECONDS
 from phalanx.launcher.ssh.connection import Connection
 from phalanx.launcher.ssh.plan import HostSpec, Plan
-from phalanx.launcher.ssh.protocol import HEARTBEAT_SECONDS
 from phalanx.system.processes import signal_exit_code, signal_name
 from phalanx.system.ssh import resolve_address
 
