@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,22 @@ def test_the_exit_codes_of_the_help_are_those_of_the_documentation(
         assert f"{code:>7}  {meaning}" in help_text
     _, help_text, _ = phalanx("run", "--help")
     assert "`phalanx --help` lists the exit codes" in help_text
+
+
+@pytest.mark.parametrize("command", [(), ("jobs",), ("run",)], ids=" ".join)
+def test_the_help_links_to_the_documentation_once_it_has_an_address(
+    command: tuple[str, ...],
+    phalanx: Callable[..., tuple[Any, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, text, _ = phalanx(*command, "--help")
+    assert "Documentation" not in text
+    published = Message()
+    published["Project-URL"] = "Issues, https://example.org/issues"
+    published["Project-URL"] = "Documentation, https://example.org/phalanx"
+    monkeypatch.setattr("phalanx.cli.metadata.metadata", lambda _name: published)
+    _, text, _ = phalanx(*command, "--help")
+    assert "Documentation: https://example.org/phalanx" in text
 
 
 def test_no_module_of_a_command_writes_an_exit_code_as_a_number() -> None:

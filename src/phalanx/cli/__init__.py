@@ -29,19 +29,22 @@ COMMANDS = (
 
 def make_app() -> typer.Typer:
     """Return the command with all subcommands, whose modules this imports."""
+    documentation = _describe_documentation()
     app = typer.Typer(
         help="Distributed PyTorch in shared memory: start ranks; inspect jobs that run, hang or "
         "have died; check and measure a machine and its network.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
-        epilog=_describe_exit_codes(),
+        epilog=_join(_describe_exit_codes(), documentation),
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_options)
     for name in COMMANDS:
         module: Any = importlib.import_module(f"phalanx.cli.{name}")
-        app.command(name, **getattr(module, "SETTINGS", {}))(module.command)
+        settings: dict[str, Any] = dict(getattr(module, "SETTINGS", {}))
+        settings["epilog"] = _join(settings.get("epilog", ""), documentation)
+        app.command(name, **settings)(module.command)
     return app
 
 
@@ -108,6 +111,19 @@ def _describe_error(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)
+
+
+def _join(*paragraphs: str) -> str:
+    return "\n\n".join(filter(None, paragraphs))
+
+
+def _describe_documentation() -> str:
+    """Return where the documentation is; empty until `project.urls` of pyproject.toml names it."""
+    for entry in metadata.metadata("phalanx").get_all("Project-URL", []):
+        label, _, address = entry.partition(", ")
+        if label == "Documentation":
+            return f"Documentation: {address}"
+    return ""
 
 
 def _describe_exit_codes() -> str:
