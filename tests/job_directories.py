@@ -5,6 +5,7 @@ A folder of tests imports the fixtures in its `conftest.py`.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -84,6 +85,7 @@ class JobFixture:
 
 @pytest.fixture
 def job(jobs: Path, recorder_files: Path) -> Iterator[JobFixture]:
+    gc.collect()  # garbage of earlier tests must not close its descriptors meanwhile
     before = os.listdir("/proc/self/fd")
     yield JobFixture(jobs, recorder_files)
     assert os.listdir("/proc/self/fd") == before

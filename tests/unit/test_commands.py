@@ -108,7 +108,7 @@ def test_completion_in_bash() -> None:
         env={**os.environ, **request},
         timeout=60,
     )
-    assert completed.stdout.split() == ["explain"], completed.stderr
+    assert completed.stdout.split() == ["explain", "examples"], completed.stderr
 
 
 def test_key_says_what_it_wrote(
