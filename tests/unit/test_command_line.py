@@ -141,12 +141,12 @@ def test_the_help_links_to_the_documentation_once_it_has_an_address(
     phalanx: Callable[..., tuple[Any, str, str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    published = Message()
+    monkeypatch.setattr("phalanx.cli.metadata.metadata", lambda _name: published)
     _, text, _ = phalanx(*command, "--help")
     assert "Documentation" not in text
-    published = Message()
     published["Project-URL"] = "Issues, https://example.org/issues"
     published["Project-URL"] = "Documentation, https://example.org/phalanx"
-    monkeypatch.setattr("phalanx.cli.metadata.metadata", lambda _name: published)
     _, text, _ = phalanx(*command, "--help")
     assert "Documentation: https://example.org/phalanx" in text
 

@@ -282,8 +282,11 @@ def make_ssh(tmp_path: Path, text: str) -> list[str]:
 LATE = """
 import sys
 from phalanx.system.ssh import pack_message, unpack_message
-print("welcome", flush=True)
-asked = [unpack_message(sys.stdin.buffer.readline())["number"] for _ in range(2)]
+print("welcome", end="", flush=True)
+asked = []
+while len(asked) < 2:
+    if message := unpack_message(sys.stdin.buffer.readline()):
+        asked.append(message["number"])
 for number in asked:
     answer = pack_message(name=f"answer {number}", number=number)
     print(answer.decode(), end="", flush=True)

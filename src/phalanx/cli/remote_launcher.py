@@ -43,8 +43,6 @@ class _MessageChannel:
             BrokenPipeError: The connection is lost.
         """
         data = pack_message(kind=kind, **content)
-        if kind == "hello":
-            data = b"\n" + data
         with self._lock:
             while data:
                 data = data[os.write(self._write_fd, data) :]

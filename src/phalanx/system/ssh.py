@@ -57,12 +57,11 @@ def parse_ssh_command(text: str, option: str = "--hosts") -> list[str]:
 
 
 def pack_message(**content: Any) -> bytes:
-    """Encode a message as a line.
+    """Encode a message as a line, after an empty one.
 
-    The first message from a host needs an empty line before it, because the output of its shell may
-    lack a final newline.
+    The empty line ends the output of the host's shell, which may lack a final newline.
     """
-    return _MARK + json.dumps(content).encode() + b"\n"
+    return b"\n" + _MARK + json.dumps(content).encode() + b"\n"
 
 
 def unpack_message(line: bytes) -> dict[str, Any] | None:

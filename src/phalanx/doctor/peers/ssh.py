@@ -134,7 +134,7 @@ def serve_stdin() -> None:
         for line in lines.feed(data):
             if command := unpack_message(line):
                 answer = {**worker.execute(command), "number": command["number"]}
-                sys.stdout.buffer.write(b"\n" + pack_message(**answer))
+                sys.stdout.buffer.write(pack_message(**answer))
                 sys.stdout.flush()
     worker.close()
 

@@ -66,7 +66,8 @@ class Connection:
 
     def _messages(self, lines: list[bytes], *, from_launcher: bool) -> Iterator[dict[str, Any]]:
         for line in lines:
-            if self.hello is None and not line.strip():  # an empty line precedes a hello
+            # An empty line precedes each message.
+            if not line.strip() and (from_launcher or self.hello is None):
                 continue
             message = unpack_message(line) if from_launcher else None
             if message is None:
