@@ -5,20 +5,10 @@
 namespace phalanx::bindings {
 namespace {
 
-// Addresses come from tensors that Python keeps alive for the length of the call.
-void* const* pointers(const std::vector<Address>& addresses) {
-  static_assert(sizeof(Address) == sizeof(void*));
-  return reinterpret_cast<void* const*>(addresses.data());
-}
-
 // The addresses of the parts of a contiguous tensor: one per rank, of `count` elements each.
 std::vector<Address> parts_of(const PyGroup& self, Address whole, std::size_t count, int dtype) {
-  const std::size_t bytes = count * size_of(static_cast<DType>(dtype));
-  std::vector<Address> parts(static_cast<std::size_t>(self.require_core()->group.ranks()));
-  for (std::size_t rank = 0; rank < parts.size(); ++rank) {
-    parts[rank] = whole + rank * bytes;
-  }
-  return parts;
+  return parts_of(whole, count * size_of(static_cast<DType>(dtype)),
+                  self.require_core()->group.ranks());
 }
 
 nb::object py_barrier(const PyGroup& self, double timeout) {
@@ -115,6 +105,14 @@ nb::object py_all_to_all_single(const PyGroup& self, Address input, Address outp
 }
 
 }  // namespace
+
+std::vector<Address> parts_of(Address whole, std::size_t bytes, int ranks) {
+  std::vector<Address> parts(static_cast<std::size_t>(ranks));
+  for (std::size_t rank = 0; rank < parts.size(); ++rank) {
+    parts[rank] = whole + rank * bytes;
+  }
+  return parts;
+}
 
 void bind_collectives(nb::class_<PyGroup>& group) {
   group.def("barrier", &py_barrier, nb::arg("timeout"))

@@ -67,6 +67,15 @@ void mark_call_site();
 
 inline void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 
+// Addresses come from tensors that Python keeps alive for the length of the call.
+inline void* const* pointers(const std::vector<Address>& addresses) {
+  static_assert(sizeof(Address) == sizeof(void*));
+  return reinterpret_cast<void* const*>(addresses.data());
+}
+
+// The addresses of the parts of a contiguous tensor: one per rank, of `bytes` each.
+std::vector<Address> parts_of(Address whole, std::size_t bytes, int ranks);
+
 // Runs `operation(core, bounds)` without the GIL.
 template <class Operation>
 nb::object run(const PyGroup& self, double seconds, Operation&& operation) {
@@ -94,6 +103,7 @@ void bind_rows(nb::module_& module);
 void bind_row_gradients(nb::module_& module);
 nb::class_<PyGroup> bind_group(nb::module_& module);
 void bind_collectives(nb::class_<PyGroup>& group);
+void bind_direct_calls(nb::module_& module);
 void bind_composite(nb::class_<PyGroup>& group);
 void bind_mailbox(nb::module_& module, nb::class_<PyGroup>& group);
 

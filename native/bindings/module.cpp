@@ -20,4 +20,5 @@ NB_MODULE(_native, module) {
   bind_collectives(group);
   bind_composite(group);
   bind_mailbox(module, group);
+  bind_direct_calls(module);
 }

@@ -1,7 +1,7 @@
-// Overlap checks for the buffers of a caller.
+#include "overlap.h"
+
 #include <algorithm>
 
-#include "core.h"
 #include "phalanx/reduce.h"
 
 namespace phalanx::bindings {
@@ -36,25 +36,27 @@ bool overlap(const std::vector<Address>& inputs, const std::vector<std::size_t>&
   });
 }
 
-bool is_misplaced(Address part, const std::vector<Address>& parts, std::size_t count, int dtype,
-                  std::size_t rank) {
-  const std::size_t size = count * size_of(static_cast<DType>(dtype));
+}  // namespace
+
+bool is_misplaced(Address part, const std::vector<Address>& parts, std::size_t bytes, int rank) {
   for (std::size_t owner = 0; owner < parts.size(); ++owner) {
-    const bool apart = part >= parts[owner] + size || parts[owner] >= part + size;
-    if (!apart && (part != parts[owner] || owner != rank)) {
+    const bool apart = part >= parts[owner] + bytes || parts[owner] >= part + bytes;
+    if (!apart && (part != parts[owner] || owner != static_cast<std::size_t>(rank))) {
       return true;
     }
   }
   return false;
 }
 
-}  // namespace
-
 void bind_overlap(nb::module_& module) {
   module.def("overlap", &overlap, nb::arg("inputs"), nb::arg("input_counts"), nb::arg("outputs"),
              nb::arg("output_counts"), nb::arg("dtype"));
-  module.def("is_misplaced", &is_misplaced, nb::arg("part"), nb::arg("parts"), nb::arg("count"),
-             nb::arg("dtype"), nb::arg("rank"));
+  module.def(
+      "is_misplaced",
+      [](Address part, const std::vector<Address>& parts, std::size_t count, int dtype, int rank) {
+        return is_misplaced(part, parts, count * size_of(static_cast<DType>(dtype)), rank);
+      },
+      nb::arg("part"), nb::arg("parts"), nb::arg("count"), nb::arg("dtype"), nb::arg("rank"));
 }
 
 }  // namespace phalanx::bindings

@@ -556,3 +556,43 @@ class Group:
         """Progress messages that no thread waits for, until a watched one is done or `stop`."""
 
     def stop(self) -> None: ...
+
+class DirectGroup:
+    """A group whose operations may run directly, see `phalanx.backend.direct_calls`.
+
+    `collective_thread.pending` is the number of operations queued before.
+    """
+
+    def __init__(self, native: Group, collective_thread: Any) -> None: ...
+
+def set_tensor_api(table: Any, types: tuple[type, type], is_neg: Any, is_conj: Any) -> bool:
+    """Set torch's table of C functions, and the classes whose instances it is used for.
+
+    Returns False if the table has another version of DLPack.
+    """
+
+def set_direct_call_environment(
+    observers: list[Callable[[], Any]],
+    defaults: dict[type, Any],
+    ops: list[int],
+    done: Any,
+    blocking: list[Any],
+    unexpected_limit: int,
+    fail_collective: Callable[..., Any],
+    fail_message: Callable[..., Any],
+) -> None:
+    """Set what direct calls use of Python.
+
+    Args:
+        observers: Functions whose result is false if nothing observes operations.
+        defaults: The unset timeout of options, by class.
+        ops: The core's code by torch's number of an operator; -1 for none.
+        done: The result of a direct call.
+        blocking: The code objects of functions that wait for the message that they post.
+        unexpected_limit: The peak of unexpected messages, in bytes, up to which a recv is direct.
+        fail_collective: Raises the error of a collective.
+        fail_message: Raises the error of a message.
+    """
+
+def install_direct_calls(group_class: type) -> None:
+    """Replace the methods of a class of groups by direct ones, which call the replaced ones."""

@@ -32,7 +32,8 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 _Operation = tuple[str, torch.Tensor | None, int, int]
 """An operation, for messages: its name, its tensor, the core's code of its operator, its root."""
 
-_DONE = FinishedWork([])
+DONE = FinishedWork([])
+"""The work of every collective that has ended when its call returns."""
 _PLAIN = (torch.Tensor, type(None))
 """Types that are never wrappers, which saves each operation a closer check."""
 _SMALL_BYTES = 256 * 1024
@@ -96,11 +97,11 @@ class CollectiveExecutor:
             return self._enqueue(operation, call, opts, outputs, keep_alive, timeout)
         status = call(timeout)
         if status is not None:
-            raise self._error(status, (name, subject, op, root), timeout, call_site())
+            raise self.error(status, (name, subject, op, root), timeout, call_site())
         for tensor, flat in outputs:
             if flat is not tensor:
                 copy_back(tensor, flat)
-        return _DONE
+        return DONE
 
     def _run_recorded(
         self,
@@ -133,7 +134,7 @@ class CollectiveExecutor:
             status = call(timeout)
             if status is not None:
                 site = short_site(_native.call_site_text(site_number))
-                raise self._error(status, operation, timeout, site)
+                raise self.error(status, operation, timeout, site)
             for tensor, flat in outputs:
                 copy_back(tensor, flat)
 
@@ -167,9 +168,10 @@ class CollectiveExecutor:
         membership = self._membership
         return not membership.collective_thread.pending and membership.native.is_awaited()
 
-    def _error(
+    def error(
         self, status: _native.Status, operation: _Operation, timeout: float, site: str
     ) -> PhalanxError:
+        """Return the error of an operation that ended with a status."""
         description = self._describe(operation, site)
         native = self._membership.native
         propagate_deadlock(native)

@@ -67,6 +67,10 @@ class Membership:
         """The works of the operations that are being coalesced."""
         self.collective_thread = CollectiveThread(f"phalanx-{name}-collectives")
         self.message_thread = MessageThread(f"phalanx-{name}-messages", native)
+        self.direct: _native.DirectGroup | None = None
+        """The group for direct calls; None if all operations use the general methods."""
+        if isinstance(native, _native.Group):
+            self.direct = _native.DirectGroup(native, self.collective_thread)
         _memberships.add(self)
 
     def leave(self) -> None:
@@ -281,6 +285,7 @@ def _replace_in_child() -> None:
     _native.detach_flight_recorder()
     for membership in list(_memberships):
         _inherited_groups.append(membership.native)
+        membership.direct = None
         membership.native = _UnusableGroup(reason)
 
 

@@ -39,7 +39,7 @@ _BLOCKING_CODES = frozenset(inspect.unwrap(call).__code__ for call in (dist.send
 # The result of a blocking call. Only PyTorch sees it, and waits for it.
 _DONE = FinishedWork([])
 # Bytes of private memory for messages that arrive before their recv, above which a warning is due.
-_UNEXPECTED_BYTES_LIMIT = 256 * 2**20
+UNEXPECTED_BYTES_LIMIT = 256 * 2**20
 
 
 class Messages:
@@ -73,7 +73,7 @@ class Messages:
             timeout = self._membership.timeout
             status = native.send(flat.data_ptr(), flat.numel(), code, dst, tag, timeout)
             if status is not None:
-                raise self._error(native, "send", tensor, dst, tag, timeout, call_site(), status)
+                raise self.error(native, "send", tensor, dst, tag, timeout, call_site(), status)
             return _DONE
         message = native.isend(flat.data_ptr(), flat.numel(), code, dst, tag)
         return self._make_work("send", native, message, tensor, flat, dst, tag)
@@ -93,7 +93,7 @@ class Messages:
         timeout = self._membership.timeout
         source = native.recv(flat.data_ptr(), flat.numel(), code, src, tag, timeout)
         if not isinstance(source, int):
-            raise self._error(native, "recv", tensor, src, tag, timeout, call_site(), source)
+            raise self.error(native, "recv", tensor, src, tag, timeout, call_site(), source)
         _finish_recv(native, tensor, flat)
         return _DONE if src >= 0 else FinishedWork([tensor], source)
 
@@ -146,7 +146,7 @@ class Messages:
             self._active.discard(work)
             if status is not None:
                 site = short_site(_native.call_site_text(site_number))
-                return self._error(native, name, tensor, peer, tag, seconds, site, status)
+                return self.error(native, name, tensor, peer, tag, seconds, site, status)
             if name == "recv":
                 _finish_recv(native, tensor, flat)
             return None
@@ -167,7 +167,7 @@ class Messages:
                 message.is_completed()  # removes it if so
             self._active_limit = max(64, 2 * len(self._active))
 
-    def _error(
+    def error(
         self,
         native: _native.Group,
         name: str,
@@ -178,6 +178,7 @@ class Messages:
         site: str,
         status: _native.Status,
     ) -> PhalanxError:
+        """Return the error of a message that ended with a status."""
         operation = f"{name} {format_tensor(tensor)} {format_peer(name, peer, tag)} at {site}"
         membership = self._membership
         if status.code == "left" and status.peer == membership.rank:
@@ -199,7 +200,7 @@ def _check_tag(tag: int, name: str) -> None:
 
 def _finish_recv(native: _native.Group, tensor: torch.Tensor, flat: torch.Tensor) -> None:
     copy_back(tensor, flat)
-    if native.unexpected_peak > _UNEXPECTED_BYTES_LIMIT:
+    if native.unexpected_peak > UNEXPECTED_BYTES_LIMIT:
         warn_once(
             "early",
             f"{native.unexpected_peak >> 20} MiB of messages arrived before their recv, and "

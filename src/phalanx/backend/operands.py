@@ -29,11 +29,12 @@ DTYPE_CODES: dict[torch.dtype, int] = {
 DTYPE_NAMES: dict[int, str] = {code: name for name, code in _native.DTYPES.items()}
 
 # The hash of an operator is its number in PyTorch, and the cheapest way to get it.
-_OPS: dict[int, int] = {
+OPS: dict[int, int] = {
     hash(getattr(ReduceOp, name.upper())): code
     for name, code in _native.REDUCE_OPS.items()
     if name != "none"
 }
+"""The core's codes of operators, by their numbers in PyTorch."""
 _SUM = hash(ReduceOp.SUM)
 _AVG = hash(ReduceOp.AVG)
 _PREMUL_SUM = hash(ReduceOp.PREMUL_SUM)
@@ -61,16 +62,16 @@ class Reduction(NamedTuple):
 _REDUCTIONS: dict[tuple[torch.dtype, int], Reduction] = {
     (dtype, number): Reduction(code, op)
     for dtype, code in DTYPE_CODES.items()
-    for number, op in _OPS.items()
+    for number, op in OPS.items()
     if _native.supports(code, op)
 }
 _REDUCTIONS.update(
-    ((dtype, _PREMUL_SUM), Reduction(code, _OPS[_SUM], premultiplies=True))
+    ((dtype, _PREMUL_SUM), Reduction(code, OPS[_SUM], premultiplies=True))
     for dtype, code in DTYPE_CODES.items()
     if dtype.is_floating_point or dtype.is_complex
 )
 _REDUCTIONS.update(
-    ((dtype, _AVG), Reduction(DTYPE_CODES[dtype], _OPS[_SUM], divides=True))
+    ((dtype, _AVG), Reduction(DTYPE_CODES[dtype], OPS[_SUM], divides=True))
     # PyTorch cannot divide larger unsigned integers.
     for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 )
@@ -94,11 +95,11 @@ def find_reduction(op: ReduceOp, tensor: torch.Tensor, operation: str) -> Reduct
     code = dtype_code(dtype, operation)
     if number == _PREMUL_SUM:
         raise UsageError(f"{operation}: PREMUL_SUM needs floats, got {format_tensor(tensor)}")
-    if number not in _OPS:
+    if number not in OPS:
         raise UsageError(f"{operation}: unknown reduction {op}")
-    possible = [OP_NAMES[o] for n, o in _OPS.items() if (dtype, n) in _REDUCTIONS]
+    possible = [OP_NAMES[o] for n, o in OPS.items() if (dtype, n) in _REDUCTIONS]
     raise UsageError(
-        f"{operation}: {OP_NAMES[_OPS[number]]} has no meaning for {DTYPE_NAMES[code]}; "
+        f"{operation}: {OP_NAMES[OPS[number]]} has no meaning for {DTYPE_NAMES[code]}; "
         f"expected one of: {', '.join(possible)}"
     )
 

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from phalanx import topology
 from phalanx._native import is_misplaced, overlap
-from phalanx.backend import torch_patches
+from phalanx.backend import direct_calls, torch_patches
 from phalanx.backend.call_site import call_site
 from phalanx.backend.collectives import (
     NativeCall,
@@ -829,6 +829,9 @@ class ProcessGroup(dist.ProcessGroup):
         """
         offset = part - whole
         return -size < offset < self._size * size and offset != self._rank * size
+
+
+direct_calls.install(ProcessGroup)
 
 
 def _gloo_message(rank: int, missing: Sequence[int]) -> str:

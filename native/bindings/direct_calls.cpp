@@ -1,0 +1,581 @@
+// Direct calls: the methods of the process group, for the operations that need no preparation.
+//
+// Such an operation blocks, and has plain tensors, torch's own options and no observer (a dispatch
+// mode, the profiler, queued operations before it). Everything else goes to the general method of
+// the same name, in Python: other tensors and options, and arguments that are wrong, for which it
+// has the errors. A method here must therefore refuse whatever it does not fully understand.
+#include <algorithm>
+#include <array>
+#include <exception>
+#include <string>
+
+#include "core.h"
+#include "frames.h"
+#include "overlap.h"
+#include "tensor.h"
+
+namespace phalanx::bindings {
+namespace {
+
+// The Python class `DirectGroup`: what the direct calls of a group need.
+struct DirectGroup {
+  nb::object native;             // the `Group`
+  nb::object collective_thread;  // with `pending`, the number of operations queued there
+};
+
+// The objects of Python that direct calls use; set once, guarded by the GIL.
+struct Environment {
+  // Functions without arguments whose result is false if nothing observes the thread's operations.
+  std::vector<nb::object> observers;
+  nb::dict defaults;  // the timeouts of options that are unset, by class of the options
+  std::array<std::int8_t, 16> ops{};  // by torch's number of the operator; -1: none
+  nb::object done;                    // the work of an operation that has ended
+  std::vector<nb::object> blocking;   // the code of the functions that wait for their message
+  std::size_t unexpected_limit = 0;   // of bytes, above which the general recv warns
+  nb::object fail_collective;
+  nb::object fail_message;
+};
+
+Environment& environment() {
+  static Environment* const only = new Environment;  // it holds Python objects, see codes()
+  return *only;
+}
+
+PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
+
+// A new reference, or an invalid object with Python's error set.
+nb::object attribute(PyObject* object, PyObject* name) {
+  return nb::steal(PyObject_GetAttr(object, name));
+}
+
+bool is_false(PyObject* object) { return object == Py_False; }
+
+// The arguments of a method. Each function returns false if the argument is not of the plain kind.
+class Arguments {
+ public:
+  Arguments(const Core& core, PyObject* const* values, Py_ssize_t count)
+      : core_(core), values_(values), count_(count) {}
+
+  bool count_is(Py_ssize_t count) const { return count_ == count; }
+  PyObject* operator[](int index) const { return values_[index]; }
+  int ranks() const { return core_.group.ranks(); }
+  int rank() const { return core_.group.rank(); }
+  // The peak number of bytes that unexpected messages took in private memory.
+  std::size_t unexpected_peak() const { return core_.mailbox.unexpected_peak(); }
+
+  bool tensor(int index, Operand& operand) const { return read_tensor(values_[index], operand); }
+
+  // A list of one element.
+  bool single(int index, PyObject*& element) const {
+    PyObject* list = values_[index];
+    if (PyList_CheckExact(list) == 0 || PyList_Size(list) != 1) {
+      return false;
+    }
+    element = PyList_GetItem(list, 0);
+    return true;
+  }
+  bool single_tensor(int index, PyObject*& tensor, Operand& operand) const {
+    return single(index, tensor) && read_tensor(tensor, operand);
+  }
+
+  // A list of one list with a tensor like `like` for every rank.
+  bool tensor_per_rank(int index, const Operand& like, std::vector<Address>& addresses) const {
+    PyObject* list = nullptr;
+    if (!single(index, list) || PyList_CheckExact(list) == 0 || PyList_Size(list) != ranks()) {
+      return false;
+    }
+    addresses.resize(static_cast<std::size_t>(ranks()));
+    for (int rank = 0; rank < ranks(); ++rank) {
+      Operand operand;
+      if (!read_tensor(PyList_GetItem(list, rank), operand) || operand.dtype != like.dtype ||
+          operand.count != like.count) {
+        return false;
+      }
+      addresses[static_cast<std::size_t>(rank)] = operand.address;
+    }
+    return true;
+  }
+
+  // Options of a blocking operation, without a timeout of its own.
+  bool options(int index) const {
+    static PyObject* const async_op = interned("asyncOp");
+    static PyObject* const timeout = interned("timeout");
+    PyObject* options = values_[index];
+    PyObject* unset = PyDict_GetItem(environment().defaults.ptr(),
+                                     reinterpret_cast<PyObject*>(Py_TYPE(options)));
+    if (unset == nullptr || !is_false(attribute(options, async_op).ptr())) {
+      return false;
+    }
+    const nb::object actual = attribute(options, timeout);
+    return actual.is_valid() && PyObject_RichCompareBool(actual.ptr(), unset, Py_EQ) == 1;
+  }
+
+  bool root(int index, int& root) const {
+    static PyObject* const name = interned("rootRank");
+    return integer(attribute(values_[index], name).ptr(), ranks(), root);
+  }
+
+  // The operator of the options, if the core has it for `dtype`.
+  bool reduction(int index, DType dtype, ReduceOp& op) const {
+    static PyObject* const name = interned("reduceOp");
+    const nb::object value = attribute(values_[index], name);
+    const Py_hash_t number = value.is_valid() ? PyObject_Hash(value.ptr()) : -1;
+    const auto& ops = environment().ops;
+    if (number < 0 || number >= static_cast<Py_hash_t>(ops.size()) ||
+        ops[static_cast<std::size_t>(number)] < 0) {
+      return false;
+    }
+    op = static_cast<ReduceOp>(ops[static_cast<std::size_t>(number)]);
+    return supports(dtype, op);
+  }
+
+  // An integer from 0 to `end` - 1.
+  static bool integer(PyObject* object, long end, int& result) {
+    if (object == nullptr || PyLong_CheckExact(object) == 0) {
+      return false;
+    }
+    const long value = PyLong_AsLong(object);
+    result = static_cast<int>(value);
+    return value >= 0 && value < end;  // -1 if it does not fit
+  }
+
+ private:
+  const Core& core_;
+  PyObject* const* values_;
+  Py_ssize_t count_;
+};
+
+// The operations. Each parses the arguments of its method, and calls the core. `subject` is the
+// tensor that stands for the operation in errors; borrowed.
+
+struct Collective {
+  // The only argument that torch passes by its name; null if there is none.
+  static constexpr const char* kKeyword = nullptr;
+  PyObject* subject = Py_None;
+  ReduceOp op = ReduceOp::none;
+  int root = -1;
+
+  PyObject* fail(PyObject* group, const nb::object& status, const char* name,
+                 double timeout) const {
+    return PyObject_CallFunction(environment().fail_collective.ptr(), "OOsOiid", group,
+                                 status.ptr(), name, subject, static_cast<int>(op), root, timeout);
+  }
+};
+
+struct Barrier : Collective {
+  static constexpr const char* kName = "barrier";
+  static constexpr const char* kKeyword = "opts";
+
+  bool parse(const Arguments& arguments) { return arguments.count_is(1) && arguments.options(0); }
+  Status run(Core& core, const Bounds& bounds) const { return barrier(core.group, bounds); }
+};
+
+struct Broadcast : Collective {
+  static constexpr const char* kName = "broadcast";
+  Operand data;
+
+  bool parse(const Arguments& arguments) {
+    return arguments.count_is(2) && arguments.single_tensor(0, subject, data) &&
+           arguments.options(1) && arguments.root(1, root);
+  }
+  Status run(Core& core, const Bounds& bounds) const {
+    return broadcast(core.group, pointer(data.address), data.count, data.dtype, root, bounds);
+  }
+};
+
+struct AllReduce : Collective {
+  static constexpr const char* kName = "all_reduce";
+  Operand data;
+
+  bool parse(const Arguments& arguments) {
+    return arguments.count_is(2) && arguments.single_tensor(0, subject, data) &&
+           arguments.options(1) && arguments.reduction(1, data.dtype, op);
+  }
+  Status run(Core& core, const Bounds& bounds) const {
+    return all_reduce(core.group, pointer(data.address), data.count, data.dtype, op, bounds);
+  }
+};
+
+struct Reduce : Collective {
+  static constexpr const char* kName = "reduce";
+  Operand data;
+
+  bool parse(const Arguments& arguments) {
+    return arguments.count_is(2) && arguments.single_tensor(0, subject, data) &&
+           arguments.options(1) && arguments.root(1, root) &&
+           arguments.reduction(1, data.dtype, op);
+  }
+  Status run(Core& core, const Bounds& bounds) const {
+    return reduce(core.group, pointer(data.address), data.count, data.dtype, op, root, bounds);
+  }
+};
+
+struct AllGather : Collective {
+  static constexpr const char* kName = "all_gather";
+  Operand input;
+  std::vector<Address> outputs;
+
+  bool parse(const Arguments& arguments) {
+    return arguments.count_is(3) && arguments.single_tensor(1, subject, input) &&
+           arguments.tensor_per_rank(0, input, outputs) && arguments.options(2) &&
+           !is_misplaced(input.address, outputs, input.bytes(), arguments.rank());
+  }
+  Status run(Core& core, const Bounds& bounds) const {
+    return all_gather(core.group, pointer(input.address), pointers(outputs), input.count, input.dtype, bounds);
+  }
+};
+
+struct Gather : Collective {
+  static constexpr const char* kName = "gather";
+  Operand input;
+  std::vector<Address> outputs;
+
+  bool parse(const Arguments& arguments) {
+    return arguments.count_is(3) && arguments.single_tensor(1, subject, input) &&
+           arguments.options(2) && arguments.root(2, root) &&
+           (root != arguments.rank() ||
+            (arguments.tensor_per_rank(0, input, outputs) &&
+             !is_misplaced(input.address, outputs, input.bytes(), root)));
+  }
+  Status run(Core& core, const Bounds& bounds) const {
+    return gather(core.group, pointer(input.address), pointers(outputs), input.count, input.dtype, root, bounds);
+  }
+};
+
+struct Scatter : Collective {
+  static constexpr const char* kName = "scatter";
+  Operand output;
+  std::vector<Address> inputs;
+
+  bool parse(const Arguments& arguments) {
+    return arguments.count_is(3) && arguments.single_tensor(0, subject, output) &&
+           arguments.options(2) && arguments.root(2, root) &&
+           (root != arguments.rank() ||
+            (arguments.tensor_per_rank(1, output, inputs) &&
+             !is_misplaced(output.address, inputs, output.bytes(), root)));
+  }
+  Status run(Core& core, const Bounds& bounds) const {
+    return scatter(core.group, pointers(inputs), pointer(output.address), output.count, output.dtype, root,
+                   bounds);
+  }
+};
+
+struct ReduceScatter : Collective {
+  static constexpr const char* kName = "reduce_scatter";
+  Operand output;
+  std::vector<Address> inputs;
+
+  bool parse(const Arguments& arguments) {
+    return arguments.count_is(3) && arguments.single_tensor(0, subject, output) &&
+           arguments.tensor_per_rank(1, output, inputs) && arguments.options(2) &&
+           arguments.reduction(2, output.dtype, op) &&
+           !is_misplaced(output.address, inputs, output.bytes(), arguments.rank());
+  }
+  Status run(Core& core, const Bounds& bounds) const {
+    return reduce_scatter(core.group, pointers(inputs), pointer(output.address), output.count, output.dtype, op,
+                          bounds);
+  }
+};
+
+// An operation of an output and an input, one of which has a part for every rank.
+struct PairCollective : Collective {
+  Operand output;
+  Operand input;
+
+  bool parse_pair(const Arguments& arguments) {
+    subject = arguments[1];
+    return arguments.tensor(0, output) && arguments.tensor(1, input) &&
+           output.dtype == input.dtype;
+  }
+};
+
+struct AllGatherSingle : PairCollective {
+  static constexpr const char* kName = "all_gather_single";
+  std::vector<Address> parts;
+
+  bool parse(const Arguments& arguments) {
+    if (!arguments.count_is(3) || !parse_pair(arguments) || !arguments.options(2) ||
+        output.count != input.count * static_cast<std::size_t>(arguments.ranks())) {
+      return false;
+    }
+    parts = parts_of(output.address, input.bytes(), arguments.ranks());
+    return !is_misplaced(input.address, parts, input.bytes(), arguments.rank());
+  }
+  Status run(Core& core, const Bounds& bounds) const {
+    return all_gather(core.group, pointer(input.address), pointers(parts), input.count, input.dtype, bounds);
+  }
+};
+
+struct ReduceScatterSingle : PairCollective {
+  static constexpr const char* kName = "reduce_scatter_single";
+  std::vector<Address> parts;
+
+  bool parse(const Arguments& arguments) {
+    if (!arguments.count_is(3) || !parse_pair(arguments) || !arguments.options(2) ||
+        input.count != output.count * static_cast<std::size_t>(arguments.ranks()) ||
+        !arguments.reduction(2, output.dtype, op)) {
+      return false;
+    }
+    parts = parts_of(input.address, output.bytes(), arguments.ranks());
+    return !is_misplaced(output.address, parts, output.bytes(), arguments.rank());
+  }
+  Status run(Core& core, const Bounds& bounds) const {
+    return reduce_scatter(core.group, pointers(parts), pointer(output.address), output.count, output.dtype, op,
+                          bounds);
+  }
+};
+
+struct AllToAllSingle : PairCollective {
+  static constexpr const char* kName = "all_to_all_single";
+  std::vector<Address> inputs;
+  std::vector<Address> outputs;
+  std::vector<std::uint64_t> counts;
+
+  // Equal parts only: no split sizes.
+  bool parse(const Arguments& arguments) {
+    const auto ranks = static_cast<std::size_t>(arguments.ranks());
+    if (!arguments.count_is(5) || !is_empty(arguments[2]) || !is_empty(arguments[3]) ||
+        !parse_pair(arguments) || !arguments.options(4) || output.count != input.count ||
+        !input.has_rows_for(ranks) || !output.has_rows_for(ranks) ||
+        (output.address < input.address + input.bytes() && input.address < output.address + output.bytes())) {
+      return false;
+    }
+    counts.assign(ranks, input.count / ranks);
+    inputs = parts_of(input.address, input.bytes() / ranks, arguments.ranks());
+    outputs = parts_of(output.address, output.bytes() / ranks, arguments.ranks());
+    return true;
+  }
+  Status run(Core& core, const Bounds& bounds) const {
+    const Splits own{.inputs = pointers(inputs),
+                     .input_counts = counts.data(),
+                     .outputs = pointers(outputs),
+                     .output_counts = counts.data()};
+    return all_to_all(core.group, own, input.dtype, bounds);
+  }
+
+ private:
+  static bool is_empty(PyObject* list) {
+    return PyList_CheckExact(list) != 0 && PyList_Size(list) == 0;
+  }
+};
+
+struct SingleMessage {
+  static constexpr const char* kKeyword = nullptr;
+  PyObject* subject = nullptr;
+  Operand data;
+  int peer = -1;
+  int tag = 0;
+
+  bool parse(const Arguments& arguments) {
+    constexpr long kTags = 1L << 31;
+    return arguments.count_is(3) && arguments.single_tensor(0, subject, data) &&
+           Arguments::integer(arguments[1], arguments.ranks(), peer) &&
+           Arguments::integer(arguments[2], kTags, tag) && caller_waits();
+  }
+  PyObject* fail(PyObject* group, const nb::object& status, const char* name,
+                 double timeout) const {
+    return PyObject_CallFunction(environment().fail_message.ptr(), "OOsOiid", group, status.ptr(),
+                                 name, subject, peer, tag, timeout);
+  }
+
+ private:
+  // torch.distributed posts a message by isend and irecv. Their callers wait at once if they are
+  // send and recv.
+  static bool caller_waits() {
+    Frames at;
+    if (at.end()) {
+      return false;
+    }
+    at.next();
+    return !at.end() && std::ranges::any_of(environment().blocking, [&](const nb::object& code) {
+      return code.ptr() == reinterpret_cast<PyObject*>(at.code());
+    });
+  }
+};
+
+struct Send : SingleMessage {
+  static constexpr const char* kName = "send";
+
+  Status run(Core& core, const Bounds& bounds) const {
+    const auto message = core.mailbox.send(pointer(data.address), data.count, data.dtype, peer, tag, false);
+    return core.mailbox.wait(*message, bounds);
+  }
+};
+
+struct Recv : SingleMessage {
+  static constexpr const char* kName = "recv";
+
+  bool parse(const Arguments& arguments) {
+    return SingleMessage::parse(arguments) &&
+           arguments.unexpected_peak() <= environment().unexpected_limit;
+  }
+  Status run(Core& core, const Bounds& bounds) const {
+    const auto message = core.mailbox.recv(pointer(data.address), data.count, data.dtype, peer, tag, false);
+    return core.mailbox.wait(*message, bounds);
+  }
+};
+
+// ---- the methods ----
+
+// The general method of an operation, in Python.
+template <class Operation>
+PyObject* general_method = nullptr;
+
+bool is_observed() {
+  return std::ranges::any_of(environment().observers, [](const nb::object& count) {
+    const nb::object answer = nb::steal(PyObject_CallNoArgs(count.ptr()));
+    return !answer.is_valid() || PyObject_IsTrue(answer.ptr()) != 0;
+  });
+}
+
+// Whether the names are those of the only argument that an operation may have by name.
+template <class Operation>
+bool are_expected(PyObject* names) {
+  return names == nullptr || PyTuple_Size(names) == 0 ||
+         (Operation::kKeyword != nullptr && PyTuple_Size(names) == 1 &&
+          PyUnicode_CompareWithASCIIString(PyTuple_GetItem(names, 0), Operation::kKeyword) == 0);
+}
+
+// Runs the operation if it needs no preparation. Returns its work, or null: with `refused`, the
+// general method has to run it (Python's error may be set), else Python's error is set.
+template <class Operation>
+PyObject* call_directly(PyObject* self, PyObject* const* values, Py_ssize_t count, PyObject* names,
+                        bool& refused) {
+  static PyObject* const membership_name = interned("_membership");
+  static PyObject* const direct_name = interned("direct");
+  static PyObject* const pending_name = interned("pending");
+  static PyObject* const timeout_name = interned("timeout");
+  const nb::object membership = attribute(self, membership_name);
+  const nb::object direct =
+      membership.is_valid() ? attribute(membership.ptr(), direct_name) : nb::object();
+  if (!direct.is_valid() || !nb::isinstance<DirectGroup>(direct) || is_observed() ||
+      !are_expected<Operation>(names)) {
+    return nullptr;
+  }
+  const DirectGroup& group = *nb::inst_ptr<DirectGroup>(direct);
+  const PyGroup& native = *nb::inst_ptr<PyGroup>(group.native);
+  int pending = 0;
+  if (!native.core || !Arguments::integer(attribute(group.collective_thread.ptr(), pending_name).ptr(), 1, pending)) {
+    return nullptr;
+  }
+  const Py_ssize_t all = count + (names == nullptr ? 0 : PyTuple_Size(names));
+  Operation operation;
+  if (!operation.parse(Arguments(*native.core, values, all))) {
+    return nullptr;
+  }
+  const nb::object timeout = attribute(membership.ptr(), timeout_name);
+  const double seconds = timeout.is_valid() ? PyFloat_AsDouble(timeout.ptr()) : -1.0;
+  if (PyErr_Occurred() != nullptr) {
+    return nullptr;
+  }
+  refused = false;
+  const nb::object status = run(native, seconds, [&](Core& core, const Bounds& bounds) {
+    return operation.run(core, bounds);
+  });
+  if (!status.is_none()) {
+    return operation.fail(self, status, Operation::kName, seconds);
+  }
+  return nb::object(environment().done).release().ptr();
+}
+
+template <class Operation>
+PyObject* call_method(PyObject* self, PyObject* const* values, Py_ssize_t count, PyObject* names) {
+  try {
+    bool refused = true;
+    PyObject* work = call_directly<Operation>(self, values, count, names, refused);
+    if (!refused) {
+      return work;
+    }
+    PyErr_Clear();
+    std::vector<PyObject*> arguments{self};
+    arguments.insert(arguments.end(), values,
+                     values + count + (names == nullptr ? 0 : PyTuple_Size(names)));
+    return PyObject_Vectorcall(general_method<Operation>, arguments.data(),
+                               static_cast<std::size_t>(count) + 1, names);
+  } catch (nb::python_error& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+// Replaces a method of the class by the direct one, under all its names.
+template <class Operation>
+void install(PyTypeObject* type, std::initializer_list<const char*> method_names) {
+  nb::object general = nb::handle(type).attr(*method_names.begin());
+  static const std::string doc = nb::cast<std::string>(nb::str(general.attr("__doc__")));
+  general_method<Operation> = general.release().ptr();
+  static PyMethodDef definition{
+      .ml_name = *method_names.begin(),
+      .ml_meth = reinterpret_cast<PyCFunction>(
+          reinterpret_cast<void (*)()>(&call_method<Operation>)),
+      .ml_flags = METH_FASTCALL | METH_KEYWORDS,
+      .ml_doc = doc.c_str(),
+  };
+  const nb::object method = nb::steal(PyDescr_NewMethod(type, &definition));
+  if (!method.is_valid()) {
+    throw nb::python_error();
+  }
+  for (const char* name : method_names) {
+    nb::setattr(nb::handle(type), name, method);
+  }
+}
+
+void install_direct_calls(nb::handle group_class) {
+  auto* type = reinterpret_cast<PyTypeObject*>(group_class.ptr());
+  install<Barrier>(type, {"barrier"});
+  install<Broadcast>(type, {"broadcast"});
+  install<AllReduce>(type, {"allreduce"});
+  install<Reduce>(type, {"reduce"});
+  install<AllGather>(type, {"allgather"});
+  install<Gather>(type, {"gather"});
+  install<Scatter>(type, {"scatter"});
+  install<ReduceScatter>(type, {"reduce_scatter"});
+  install<AllGatherSingle>(type, {"all_gather_single", "_allgather_base"});
+  install<ReduceScatterSingle>(type, {"reduce_scatter_single", "_reduce_scatter_base"});
+  install<AllToAllSingle>(type, {"all_to_all_single", "alltoall_base"});
+  install<Send>(type, {"send"});
+  install<Recv>(type, {"recv"});
+}
+
+void set_environment(nb::list observers, nb::dict defaults, const std::vector<int>& ops,
+                     nb::object done, nb::list blocking, std::size_t unexpected_limit,
+                     nb::object fail_collective, nb::object fail_message) {
+  Environment& all = environment();
+  for (const nb::handle each : observers) {
+    all.observers.push_back(nb::borrow(each));
+  }
+  for (const nb::handle each : blocking) {
+    all.blocking.push_back(nb::borrow(each));
+  }
+  all.ops.fill(-1);
+  for (std::size_t i = 0; i < std::min(ops.size(), all.ops.size()); ++i) {
+    all.ops[i] = static_cast<std::int8_t>(ops[i]);
+  }
+  all.defaults = std::move(defaults);
+  all.done = std::move(done);
+  all.unexpected_limit = unexpected_limit;
+  all.fail_collective = std::move(fail_collective);
+  all.fail_message = std::move(fail_message);
+}
+
+}  // namespace
+
+void bind_direct_calls(nb::module_& module) {
+  nb::class_<DirectGroup>(module, "DirectGroup", "A group whose operations may run directly.")
+      .def("__init__",
+           [](DirectGroup* self, nb::object native, nb::object collective_thread) {
+             nb::cast<PyGroup&>(native);
+             new (self) DirectGroup{std::move(native), std::move(collective_thread)};
+           },
+           nb::arg("native"), nb::arg("collective_thread"));
+  module.def("set_tensor_api", &set_tensor_api, nb::arg("table"), nb::arg("types"),
+             nb::arg("is_neg"), nb::arg("is_conj"));
+  module.def("set_direct_call_environment", &set_environment, nb::arg("observers"),
+             nb::arg("defaults"), nb::arg("ops"), nb::arg("done"), nb::arg("blocking"),
+             nb::arg("unexpected_limit"), nb::arg("fail_collective"), nb::arg("fail_message"));
+  module.def("install_direct_calls", &install_direct_calls, nb::arg("group_class"));
+}
+
+}  // namespace phalanx::bindings
