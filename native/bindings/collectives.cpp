@@ -6,7 +6,7 @@ namespace phalanx::bindings {
 namespace {
 
 // The addresses of the parts of a contiguous tensor: one per rank, of `count` elements each.
-std::vector<Address> parts_of(const PyGroup& self, Address whole, std::size_t count, int dtype) {
+std::vector<Address> elements_of(const PyGroup& self, Address whole, std::size_t count, int dtype) {
   return parts_of(whole, count * size_of(static_cast<DType>(dtype)),
                   self.require_core()->group.ranks());
 }
@@ -87,20 +87,20 @@ nb::object py_all_to_all(const PyGroup& self, const std::vector<Address>& inputs
 
 nb::object py_all_gather_single(const PyGroup& self, Address input, Address output,
                                 std::size_t count, int dtype, double timeout) {
-  return py_all_gather(self, input, parts_of(self, output, count, dtype), count, dtype, timeout);
+  return py_all_gather(self, input, elements_of(self, output, count, dtype), count, dtype, timeout);
 }
 
 nb::object py_reduce_scatter_single(const PyGroup& self, Address input, Address output,
                                     std::size_t count, int dtype, int op, double timeout) {
-  return py_reduce_scatter(self, parts_of(self, input, count, dtype), output, count, dtype, op,
+  return py_reduce_scatter(self, elements_of(self, input, count, dtype), output, count, dtype, op,
                            timeout);
 }
 
 nb::object py_all_to_all_single(const PyGroup& self, Address input, Address output,
                                 std::size_t count, int dtype, double timeout) {
-  const std::vector<Address> inputs = parts_of(self, input, count, dtype);
+  const std::vector<Address> inputs = elements_of(self, input, count, dtype);
   const std::vector<std::uint64_t> counts(inputs.size(), count);
-  return py_all_to_all(self, inputs, counts, parts_of(self, output, count, dtype), counts, dtype,
+  return py_all_to_all(self, inputs, counts, elements_of(self, output, count, dtype), counts, dtype,
                        timeout);
 }
 

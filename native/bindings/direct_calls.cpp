@@ -3,7 +3,10 @@
 // Such an operation blocks, and has plain tensors, torch's own options and no observer (a dispatch
 // mode, the profiler, queued operations before it). Everything else goes to the general method of
 // the same name, in Python: other tensors and options, and arguments that are wrong, for which it
-// has the errors. A method here must therefore refuse whatever it does not fully understand.
+// has the errors. So a method here refuses whatever it does not fully understand.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+
 #include <algorithm>
 #include <array>
 #include <exception>
@@ -11,23 +14,25 @@
 
 #include "core.h"
 #include "frames.h"
+#include "options.h"
 #include "overlap.h"
 #include "tensor.h"
 
 namespace phalanx::bindings {
 namespace {
 
-// The Python class `DirectGroup`: what the direct calls of a group need.
-struct DirectGroup {
-  nb::object native;             // the `Group`
-  nb::object collective_thread;  // with `pending`, the number of operations queued there
+// The Python class `OperationState`, the base of a membership: what direct calls need of it.
+struct OperationState {
+  nb::object native;      // the `Group`, or what takes its place
+  double timeout;         // in seconds
+  int pending = 0;        // operations queued in the group's thread
+  bool is_direct = true;  // false: all operations use the general methods
 };
 
 // The objects of Python that direct calls use; set once, guarded by the GIL.
 struct Environment {
   // Functions without arguments whose result is false if nothing observes the thread's operations.
   std::vector<nb::object> observers;
-  nb::dict defaults;  // the timeouts of options that are unset, by class of the options
   std::array<std::int8_t, 16> ops{};  // by torch's number of the operator; -1: none
   nb::object done;                    // the work of an operation that has ended
   std::vector<nb::object> blocking;   // the code of the functions that wait for their message
@@ -40,15 +45,6 @@ Environment& environment() {
   static Environment* const only = new Environment;  // it holds Python objects, see codes()
   return *only;
 }
-
-PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
-
-// A new reference, or an invalid object with Python's error set.
-nb::object attribute(PyObject* object, PyObject* name) {
-  return nb::steal(PyObject_GetAttr(object, name));
-}
-
-bool is_false(PyObject* object) { return object == Py_False; }
 
 // The arguments of a method. Each function returns false if the argument is not of the plain kind.
 class Arguments {
@@ -96,36 +92,33 @@ class Arguments {
     return true;
   }
 
-  // Options of a blocking operation, without a timeout of its own.
-  bool options(int index) const {
-    static PyObject* const async_op = interned("asyncOp");
-    static PyObject* const timeout = interned("timeout");
-    PyObject* options = values_[index];
-    PyObject* unset = PyDict_GetItem(environment().defaults.ptr(),
-                                     reinterpret_cast<PyObject*>(Py_TYPE(options)));
-    if (unset == nullptr || !is_false(attribute(options, async_op).ptr())) {
+  // Options of a blocking operation of the class that the layout describes.
+  bool options(int index, const OptionsLayout& layout) {
+    if (Py_TYPE(values_[index]) != layout.type) {
       return false;
     }
-    const nb::object actual = attribute(options, timeout);
-    return actual.is_valid() && PyObject_RichCompareBool(actual.ptr(), unset, Py_EQ) == 1;
+    memory_ = memory_of(values_[index]);
+    layout_ = &layout;
+    return memory_ != nullptr && field_at<std::uint8_t>(memory_, layout.async_op) == 0;
   }
-
-  bool root(int index, int& root) const {
-    static PyObject* const name = interned("rootRank");
-    return integer(attribute(values_[index], name).ptr(), ranks(), root);
+  // The rest is of the options. The timeout in seconds, or `unset`:
+  double timeout(double unset) const {
+    const auto milliseconds = field_at<std::int64_t>(memory_, layout_->timeout);
+    return milliseconds > 0 ? static_cast<double>(milliseconds) / 1000 : unset;
   }
-
-  // The operator of the options, if the core has it for `dtype`.
-  bool reduction(int index, DType dtype, ReduceOp& op) const {
-    static PyObject* const name = interned("reduceOp");
-    const nb::object value = attribute(values_[index], name);
-    const Py_hash_t number = value.is_valid() ? PyObject_Hash(value.ptr()) : -1;
+  bool root(int& root) const {
+    const auto value = field_at<std::int64_t>(memory_, layout_->root);
+    root = static_cast<int>(value);
+    return value >= 0 && value < ranks();
+  }
+  // The operator, if the core has it for `dtype`.
+  bool reduction(DType dtype, ReduceOp& op) const {
+    const auto number = field_at<std::uint8_t>(memory_, layout_->op);
     const auto& ops = environment().ops;
-    if (number < 0 || number >= static_cast<Py_hash_t>(ops.size()) ||
-        ops[static_cast<std::size_t>(number)] < 0) {
+    if (number >= ops.size() || ops[number] < 0) {
       return false;
     }
-    op = static_cast<ReduceOp>(ops[static_cast<std::size_t>(number)]);
+    op = static_cast<ReduceOp>(ops[number]);
     return supports(dtype, op);
   }
 
@@ -143,6 +136,8 @@ class Arguments {
   const Core& core_;
   PyObject* const* values_;
   Py_ssize_t count_;
+  const std::byte* memory_ = nullptr;  // of the options
+  const OptionsLayout* layout_ = nullptr;
 };
 
 // The operations. Each parses the arguments of its method, and calls the core. `subject` is the
@@ -155,6 +150,9 @@ struct Collective {
   ReduceOp op = ReduceOp::none;
   int root = -1;
 
+  static double timeout(const Arguments& arguments, double unset) {
+    return arguments.timeout(unset);
+  }
   PyObject* fail(PyObject* group, const nb::object& status, const char* name,
                  double timeout) const {
     return PyObject_CallFunction(environment().fail_collective.ptr(), "OOsOiid", group,
@@ -164,19 +162,21 @@ struct Collective {
 
 struct Barrier : Collective {
   static constexpr const char* kName = "barrier";
+  static inline OptionsLayout layout;
   static constexpr const char* kKeyword = "opts";
 
-  bool parse(const Arguments& arguments) { return arguments.count_is(1) && arguments.options(0); }
+  bool parse(Arguments& arguments) { return arguments.count_is(1) && arguments.options(0, layout); }
   Status run(Core& core, const Bounds& bounds) const { return barrier(core.group, bounds); }
 };
 
 struct Broadcast : Collective {
   static constexpr const char* kName = "broadcast";
+  static inline OptionsLayout layout;
   Operand data;
 
-  bool parse(const Arguments& arguments) {
+  bool parse(Arguments& arguments) {
     return arguments.count_is(2) && arguments.single_tensor(0, subject, data) &&
-           arguments.options(1) && arguments.root(1, root);
+           arguments.options(1, layout) && arguments.root(root);
   }
   Status run(Core& core, const Bounds& bounds) const {
     return broadcast(core.group, pointer(data.address), data.count, data.dtype, root, bounds);
@@ -185,11 +185,12 @@ struct Broadcast : Collective {
 
 struct AllReduce : Collective {
   static constexpr const char* kName = "all_reduce";
+  static inline OptionsLayout layout;
   Operand data;
 
-  bool parse(const Arguments& arguments) {
+  bool parse(Arguments& arguments) {
     return arguments.count_is(2) && arguments.single_tensor(0, subject, data) &&
-           arguments.options(1) && arguments.reduction(1, data.dtype, op);
+           arguments.options(1, layout) && arguments.reduction(data.dtype, op);
   }
   Status run(Core& core, const Bounds& bounds) const {
     return all_reduce(core.group, pointer(data.address), data.count, data.dtype, op, bounds);
@@ -198,12 +199,13 @@ struct AllReduce : Collective {
 
 struct Reduce : Collective {
   static constexpr const char* kName = "reduce";
+  static inline OptionsLayout layout;
   Operand data;
 
-  bool parse(const Arguments& arguments) {
+  bool parse(Arguments& arguments) {
     return arguments.count_is(2) && arguments.single_tensor(0, subject, data) &&
-           arguments.options(1) && arguments.root(1, root) &&
-           arguments.reduction(1, data.dtype, op);
+           arguments.options(1, layout) && arguments.root(root) &&
+           arguments.reduction(data.dtype, op);
   }
   Status run(Core& core, const Bounds& bounds) const {
     return reduce(core.group, pointer(data.address), data.count, data.dtype, op, root, bounds);
@@ -212,12 +214,13 @@ struct Reduce : Collective {
 
 struct AllGather : Collective {
   static constexpr const char* kName = "all_gather";
+  static inline OptionsLayout layout;
   Operand input;
   std::vector<Address> outputs;
 
-  bool parse(const Arguments& arguments) {
+  bool parse(Arguments& arguments) {
     return arguments.count_is(3) && arguments.single_tensor(1, subject, input) &&
-           arguments.tensor_per_rank(0, input, outputs) && arguments.options(2) &&
+           arguments.tensor_per_rank(0, input, outputs) && arguments.options(2, layout) &&
            !is_misplaced(input.address, outputs, input.bytes(), arguments.rank());
   }
   Status run(Core& core, const Bounds& bounds) const {
@@ -227,12 +230,13 @@ struct AllGather : Collective {
 
 struct Gather : Collective {
   static constexpr const char* kName = "gather";
+  static inline OptionsLayout layout;
   Operand input;
   std::vector<Address> outputs;
 
-  bool parse(const Arguments& arguments) {
+  bool parse(Arguments& arguments) {
     return arguments.count_is(3) && arguments.single_tensor(1, subject, input) &&
-           arguments.options(2) && arguments.root(2, root) &&
+           arguments.options(2, layout) && arguments.root(root) &&
            (root != arguments.rank() ||
             (arguments.tensor_per_rank(0, input, outputs) &&
              !is_misplaced(input.address, outputs, input.bytes(), root)));
@@ -244,12 +248,13 @@ struct Gather : Collective {
 
 struct Scatter : Collective {
   static constexpr const char* kName = "scatter";
+  static inline OptionsLayout layout;
   Operand output;
   std::vector<Address> inputs;
 
-  bool parse(const Arguments& arguments) {
+  bool parse(Arguments& arguments) {
     return arguments.count_is(3) && arguments.single_tensor(0, subject, output) &&
-           arguments.options(2) && arguments.root(2, root) &&
+           arguments.options(2, layout) && arguments.root(root) &&
            (root != arguments.rank() ||
             (arguments.tensor_per_rank(1, output, inputs) &&
              !is_misplaced(output.address, inputs, output.bytes(), root)));
@@ -262,13 +267,14 @@ struct Scatter : Collective {
 
 struct ReduceScatter : Collective {
   static constexpr const char* kName = "reduce_scatter";
+  static inline OptionsLayout layout;
   Operand output;
   std::vector<Address> inputs;
 
-  bool parse(const Arguments& arguments) {
+  bool parse(Arguments& arguments) {
     return arguments.count_is(3) && arguments.single_tensor(0, subject, output) &&
-           arguments.tensor_per_rank(1, output, inputs) && arguments.options(2) &&
-           arguments.reduction(2, output.dtype, op) &&
+           arguments.tensor_per_rank(1, output, inputs) && arguments.options(2, layout) &&
+           arguments.reduction(output.dtype, op) &&
            !is_misplaced(output.address, inputs, output.bytes(), arguments.rank());
   }
   Status run(Core& core, const Bounds& bounds) const {
@@ -282,7 +288,7 @@ struct PairCollective : Collective {
   Operand output;
   Operand input;
 
-  bool parse_pair(const Arguments& arguments) {
+  bool parse_pair(Arguments& arguments) {
     subject = arguments[1];
     return arguments.tensor(0, output) && arguments.tensor(1, input) &&
            output.dtype == input.dtype;
@@ -291,10 +297,11 @@ struct PairCollective : Collective {
 
 struct AllGatherSingle : PairCollective {
   static constexpr const char* kName = "all_gather_single";
+  static inline OptionsLayout layout;
   std::vector<Address> parts;
 
-  bool parse(const Arguments& arguments) {
-    if (!arguments.count_is(3) || !parse_pair(arguments) || !arguments.options(2) ||
+  bool parse(Arguments& arguments) {
+    if (!arguments.count_is(3) || !parse_pair(arguments) || !arguments.options(2, layout) ||
         output.count != input.count * static_cast<std::size_t>(arguments.ranks())) {
       return false;
     }
@@ -308,12 +315,13 @@ struct AllGatherSingle : PairCollective {
 
 struct ReduceScatterSingle : PairCollective {
   static constexpr const char* kName = "reduce_scatter_single";
+  static inline OptionsLayout layout;
   std::vector<Address> parts;
 
-  bool parse(const Arguments& arguments) {
-    if (!arguments.count_is(3) || !parse_pair(arguments) || !arguments.options(2) ||
+  bool parse(Arguments& arguments) {
+    if (!arguments.count_is(3) || !parse_pair(arguments) || !arguments.options(2, layout) ||
         input.count != output.count * static_cast<std::size_t>(arguments.ranks()) ||
-        !arguments.reduction(2, output.dtype, op)) {
+        !arguments.reduction(output.dtype, op)) {
       return false;
     }
     parts = parts_of(input.address, output.bytes(), arguments.ranks());
@@ -327,15 +335,16 @@ struct ReduceScatterSingle : PairCollective {
 
 struct AllToAllSingle : PairCollective {
   static constexpr const char* kName = "all_to_all_single";
+  static inline OptionsLayout layout;
   std::vector<Address> inputs;
   std::vector<Address> outputs;
   std::vector<std::uint64_t> counts;
 
   // Equal parts only: no split sizes.
-  bool parse(const Arguments& arguments) {
+  bool parse(Arguments& arguments) {
     const auto ranks = static_cast<std::size_t>(arguments.ranks());
     if (!arguments.count_is(5) || !is_empty(arguments[2]) || !is_empty(arguments[3]) ||
-        !parse_pair(arguments) || !arguments.options(4) || output.count != input.count ||
+        !parse_pair(arguments) || !arguments.options(4, layout) || output.count != input.count ||
         !input.has_rows_for(ranks) || !output.has_rows_for(ranks) ||
         (output.address < input.address + input.bytes() && input.address < output.address + output.bytes())) {
       return false;
@@ -366,12 +375,13 @@ struct SingleMessage {
   int peer = -1;
   int tag = 0;
 
-  bool parse(const Arguments& arguments) {
+  bool parse(Arguments& arguments) {
     constexpr long kTags = 1L << 31;
     return arguments.count_is(3) && arguments.single_tensor(0, subject, data) &&
            Arguments::integer(arguments[1], arguments.ranks(), peer) &&
            Arguments::integer(arguments[2], kTags, tag) && caller_waits();
   }
+  static double timeout(const Arguments&, double unset) { return unset; }
   PyObject* fail(PyObject* group, const nb::object& status, const char* name,
                  double timeout) const {
     return PyObject_CallFunction(environment().fail_message.ptr(), "OOsOiid", group, status.ptr(),
@@ -405,7 +415,7 @@ struct Send : SingleMessage {
 struct Recv : SingleMessage {
   static constexpr const char* kName = "recv";
 
-  bool parse(const Arguments& arguments) {
+  bool parse(Arguments& arguments) {
     return SingleMessage::parse(arguments) &&
            arguments.unexpected_peak() <= environment().unexpected_limit;
   }
@@ -441,35 +451,30 @@ bool are_expected(PyObject* names) {
 template <class Operation>
 PyObject* call_directly(PyObject* self, PyObject* const* values, Py_ssize_t count, PyObject* names,
                         bool& refused) {
-  static PyObject* const membership_name = interned("_membership");
-  static PyObject* const direct_name = interned("direct");
-  static PyObject* const pending_name = interned("pending");
-  static PyObject* const timeout_name = interned("timeout");
-  const nb::object membership = attribute(self, membership_name);
-  const nb::object direct =
-      membership.is_valid() ? attribute(membership.ptr(), direct_name) : nb::object();
-  if (!direct.is_valid() || !nb::isinstance<DirectGroup>(direct) || is_observed() ||
-      !are_expected<Operation>(names)) {
+  static PyObject* const name = PyUnicode_InternFromString("_membership");
+  static const auto* const group_type = reinterpret_cast<PyTypeObject*>(nb::type<PyGroup>().ptr());
+  const nb::object membership = nb::steal(PyObject_GetAttr(self, name));
+  OperationState* state = nullptr;
+  if (!membership.is_valid() || !nb::try_cast(membership, state) || !state->is_direct ||
+      state->pending != 0 || Py_TYPE(state->native.ptr()) != group_type ||
+      !are_expected<Operation>(names) || is_observed()) {
     return nullptr;
   }
-  const DirectGroup& group = *nb::inst_ptr<DirectGroup>(direct);
-  const PyGroup& native = *nb::inst_ptr<PyGroup>(group.native);
-  int pending = 0;
-  if (!native.core || !Arguments::integer(attribute(group.collective_thread.ptr(), pending_name).ptr(), 1, pending)) {
+  const nb::object native = state->native;  // another thread may leave the group meanwhile
+  const PyGroup& group = *nb::inst_ptr<PyGroup>(native);
+  const std::shared_ptr<Core> core = group.core;
+  if (!core) {
     return nullptr;
   }
   const Py_ssize_t all = count + (names == nullptr ? 0 : PyTuple_Size(names));
+  Arguments arguments(*core, values, all);
   Operation operation;
-  if (!operation.parse(Arguments(*native.core, values, all))) {
+  if (!operation.parse(arguments)) {
     return nullptr;
   }
-  const nb::object timeout = attribute(membership.ptr(), timeout_name);
-  const double seconds = timeout.is_valid() ? PyFloat_AsDouble(timeout.ptr()) : -1.0;
-  if (PyErr_Occurred() != nullptr) {
-    return nullptr;
-  }
+  const double seconds = operation.timeout(arguments, state->timeout);
   refused = false;
-  const nb::object status = run(native, seconds, [&](Core& core, const Bounds& bounds) {
+  const nb::object status = run(group, seconds, [&](Core& core, const Bounds& bounds) {
     return operation.run(core, bounds);
   });
   if (!status.is_none()) {
@@ -502,9 +507,9 @@ PyObject* call_method(PyObject* self, PyObject* const* values, Py_ssize_t count,
 
 // Replaces a method of the class by the direct one, under all its names.
 template <class Operation>
-void install(PyTypeObject* type, std::initializer_list<const char*> method_names) {
-  nb::object general = nb::handle(type).attr(*method_names.begin());
-  static const std::string doc = nb::cast<std::string>(nb::str(general.attr("__doc__")));
+void install(nb::handle group_class, std::initializer_list<const char*> method_names) {
+  nb::object general = group_class.attr(*method_names.begin());
+  static const std::string doc = nb::cast<std::string>(general.attr("__doc__"));
   general_method<Operation> = general.release().ptr();
   static PyMethodDef definition{
       .ml_name = *method_names.begin(),
@@ -513,35 +518,53 @@ void install(PyTypeObject* type, std::initializer_list<const char*> method_names
       .ml_flags = METH_FASTCALL | METH_KEYWORDS,
       .ml_doc = doc.c_str(),
   };
-  const nb::object method = nb::steal(PyDescr_NewMethod(type, &definition));
+  const nb::object method = nb::steal(
+      PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(group_class.ptr()), &definition));
   if (!method.is_valid()) {
     throw nb::python_error();
   }
   for (const char* name : method_names) {
-    nb::setattr(nb::handle(type), name, method);
+    nb::setattr(group_class, name, method);
   }
 }
 
-void install_direct_calls(nb::handle group_class) {
-  auto* type = reinterpret_cast<PyTypeObject*>(group_class.ptr());
-  install<Barrier>(type, {"barrier"});
-  install<Broadcast>(type, {"broadcast"});
-  install<AllReduce>(type, {"allreduce"});
-  install<Reduce>(type, {"reduce"});
-  install<AllGather>(type, {"allgather"});
-  install<Gather>(type, {"gather"});
-  install<Scatter>(type, {"scatter"});
-  install<ReduceScatter>(type, {"reduce_scatter"});
-  install<AllGatherSingle>(type, {"all_gather_single", "_allgather_base"});
-  install<ReduceScatterSingle>(type, {"reduce_scatter_single", "_reduce_scatter_base"});
-  install<AllToAllSingle>(type, {"all_to_all_single", "alltoall_base"});
-  install<Send>(type, {"send"});
-  install<Recv>(type, {"recv"});
+// The same for an operation whose options are known: [class, positions of the fields].
+template <class Operation>
+void install(nb::handle group_class, nb::dict layouts,
+             std::initializer_list<const char*> method_names) {
+  if (!layouts.contains(Operation::kName)) {
+    return;
+  }
+  const auto [type, timeout, async_op, root, op] =
+      nb::cast<std::tuple<nb::object, int, int, int, int>>(layouts[Operation::kName]);
+  Operation::layout = {.type = reinterpret_cast<PyTypeObject*>(nb::object(type).release().ptr()),
+                       .timeout = timeout,
+                       .async_op = async_op,
+                       .root = root,
+                       .op = op};
+  install<Operation>(group_class, method_names);
 }
 
-void set_environment(nb::list observers, nb::dict defaults, const std::vector<int>& ops,
-                     nb::object done, nb::list blocking, std::size_t unexpected_limit,
-                     nb::object fail_collective, nb::object fail_message) {
+void install_direct_calls(nb::handle group_class, nb::dict layouts) {
+  install<Barrier>(group_class, layouts, {"barrier"});
+  install<Broadcast>(group_class, layouts, {"broadcast"});
+  install<AllReduce>(group_class, layouts, {"allreduce"});
+  install<Reduce>(group_class, layouts, {"reduce"});
+  install<AllGather>(group_class, layouts, {"allgather"});
+  install<Gather>(group_class, layouts, {"gather"});
+  install<Scatter>(group_class, layouts, {"scatter"});
+  install<ReduceScatter>(group_class, layouts, {"reduce_scatter"});
+  install<AllGatherSingle>(group_class, layouts, {"all_gather_single", "_allgather_base"});
+  install<ReduceScatterSingle>(group_class, layouts,
+                               {"reduce_scatter_single", "_reduce_scatter_base"});
+  install<AllToAllSingle>(group_class, layouts, {"all_to_all_single", "alltoall_base"});
+  install<Send>(group_class, {"send"});
+  install<Recv>(group_class, {"recv"});
+}
+
+void set_environment(nb::list observers, const std::vector<int>& ops, nb::object done,
+                     nb::list blocking, std::size_t unexpected_limit, nb::object fail_collective,
+                     nb::object fail_message) {
   Environment& all = environment();
   for (const nb::handle each : observers) {
     all.observers.push_back(nb::borrow(each));
@@ -553,7 +576,6 @@ void set_environment(nb::list observers, nb::dict defaults, const std::vector<in
   for (std::size_t i = 0; i < std::min(ops.size(), all.ops.size()); ++i) {
     all.ops[i] = static_cast<std::int8_t>(ops[i]);
   }
-  all.defaults = std::move(defaults);
   all.done = std::move(done);
   all.unexpected_limit = unexpected_limit;
   all.fail_collective = std::move(fail_collective);
@@ -563,19 +585,20 @@ void set_environment(nb::list observers, nb::dict defaults, const std::vector<in
 }  // namespace
 
 void bind_direct_calls(nb::module_& module) {
-  nb::class_<DirectGroup>(module, "DirectGroup", "A group whose operations may run directly.")
-      .def("__init__",
-           [](DirectGroup* self, nb::object native, nb::object collective_thread) {
-             nb::cast<PyGroup&>(native);
-             new (self) DirectGroup{std::move(native), std::move(collective_thread)};
-           },
-           nb::arg("native"), nb::arg("collective_thread"));
+  nb::class_<OperationState>(module, "OperationState", "The state that direct calls need.")
+      .def(nb::init<nb::object, double>(), nb::arg("native"), nb::arg("timeout"))
+      .def_rw("native", &OperationState::native)
+      .def_rw("timeout", &OperationState::timeout)
+      .def_rw("pending", &OperationState::pending)
+      .def_rw("is_direct", &OperationState::is_direct);
+  module.def("find_field", &find_field, nb::arg("objects"), nb::arg("values"), nb::arg("size"));
   module.def("set_tensor_api", &set_tensor_api, nb::arg("table"), nb::arg("types"),
              nb::arg("is_neg"), nb::arg("is_conj"));
   module.def("set_direct_call_environment", &set_environment, nb::arg("observers"),
-             nb::arg("defaults"), nb::arg("ops"), nb::arg("done"), nb::arg("blocking"),
+             nb::arg("ops"), nb::arg("done"), nb::arg("blocking"),
              nb::arg("unexpected_limit"), nb::arg("fail_collective"), nb::arg("fail_message"));
-  module.def("install_direct_calls", &install_direct_calls, nb::arg("group_class"));
+  module.def("install_direct_calls", &install_direct_calls, nb::arg("group_class"),
+             nb::arg("layouts"));
 }
 
 }  // namespace phalanx::bindings

@@ -557,13 +557,30 @@ class Group:
 
     def stop(self) -> None: ...
 
-class DirectGroup:
-    """A group whose operations may run directly, see `phalanx.backend.direct_calls`.
+class OperationState:
+    """The state of a membership that direct calls need, see `phalanx.backend.direct_calls`."""
 
-    `collective_thread.pending` is the number of operations queued before.
+    native: Any
+    """The native group, or what takes its place, which has no direct calls."""
+    timeout: float
+    """The time that an operation may wait for its peers, in seconds."""
+    pending: int
+    """The number of operations queued in the group's thread."""
+    is_direct: bool
+    """Whether there may be direct calls."""
+    def __init__(self, native: Any, timeout: float) -> None: ...
+
+def find_field(objects: Sequence[Any], values: Sequence[int], size: int) -> int:
+    """Return the position of a field in the memory of objects of a class bound by pybind11.
+
+    Args:
+        objects: Objects of one class.
+        values: The value of the field in each object.
+        size: The size of the field in bytes, 1 or 8.
+
+    Returns:
+        The position in bytes; -1 unless there is exactly one.
     """
-
-    def __init__(self, native: Group, collective_thread: Any) -> None: ...
 
 def set_tensor_api(table: Any, types: tuple[type, type], is_neg: Any, is_conj: Any) -> bool:
     """Set torch's table of C functions, and the classes whose instances it is used for.
@@ -573,7 +590,6 @@ def set_tensor_api(table: Any, types: tuple[type, type], is_neg: Any, is_conj: A
 
 def set_direct_call_environment(
     observers: list[Callable[[], Any]],
-    defaults: dict[type, Any],
     ops: list[int],
     done: Any,
     blocking: list[Any],
@@ -585,7 +601,6 @@ def set_direct_call_environment(
 
     Args:
         observers: Functions whose result is false if nothing observes operations.
-        defaults: The unset timeout of options, by class.
         ops: The core's code by torch's number of an operator; -1 for none.
         done: The result of a direct call.
         blocking: The code objects of functions that wait for the message that they post.
@@ -594,5 +609,11 @@ def set_direct_call_environment(
         fail_message: Raises the error of a message.
     """
 
-def install_direct_calls(group_class: type) -> None:
-    """Replace the methods of a class of groups by direct ones, which call the replaced ones."""
+def install_direct_calls(
+    group_class: type, layouts: dict[str, tuple[type, int, int, int, int]]
+) -> None:
+    """Replace the methods of a class of groups by direct ones, which call the replaced ones.
+
+    `layouts` has, by the name of an operation, the class of its options and the positions of their
+    fields. A collective without them keeps its general method.
+    """

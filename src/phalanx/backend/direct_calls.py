@@ -9,7 +9,8 @@ others on to the general methods of the same name, which also have the errors of
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, NoReturn
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,22 +21,26 @@ from phalanx.backend.call_site import call_site
 from phalanx.backend.execution import DONE
 from phalanx.backend.instrumentation import active_mode_count, is_profiling
 from phalanx.backend.messages import UNEXPECTED_BYTES_LIMIT
-from phalanx.backend.operands import OPS
+from phalanx.backend.operands import OP_NAMES, OPS
 
 if TYPE_CHECKING:
     from phalanx.backend.process_group import ProcessGroup
 
-_OPTIONS = (
-    AllgatherOptions,
-    dist.AllreduceOptions,
-    dist.AllToAllOptions,
-    dist.BarrierOptions,
-    dist.BroadcastOptions,
-    dist.GatherOptions,
-    dist.ReduceOptions,
-    dist.ReduceScatterOptions,
-    dist.ScatterOptions,
-)
+# The options of each operation: their class, and whether they have a root and an operator.
+_OPTIONS: dict[str, tuple[Any, bool, bool]] = {
+    "barrier": (dist.BarrierOptions, False, False),
+    "broadcast": (dist.BroadcastOptions, True, False),
+    "all_reduce": (dist.AllreduceOptions, False, True),
+    "reduce": (dist.ReduceOptions, True, True),
+    "all_gather": (AllgatherOptions, False, False),
+    "gather": (dist.GatherOptions, True, False),
+    "scatter": (dist.ScatterOptions, True, False),
+    "reduce_scatter": (dist.ReduceScatterOptions, False, True),
+    "all_gather_single": (AllgatherOptions, False, False),
+    "reduce_scatter_single": (dist.ReduceScatterOptions, False, True),
+    "all_to_all_single": (dist.AllToAllOptions, False, False),
+}
+_OPERATORS = [getattr(dist.ReduceOp, OP_NAMES[code]) for code in OPS.values()]
 # Functions of torch.distributed that post a message and wait for it at once.
 _BLOCKING = (dist.send, dist.recv)
 
@@ -53,7 +58,6 @@ def install(group_class: type[ProcessGroup]) -> None:
         return
     _native.set_direct_call_environment(
         observers=[active_mode_count, is_profiling],
-        defaults={kind: kind().timeout for kind in _OPTIONS},
         ops=[OPS.get(number, -1) for number in range(max(OPS) + 1)],
         done=DONE,
         blocking=[inspect.unwrap(function).__code__ for function in _BLOCKING],
@@ -61,7 +65,37 @@ def install(group_class: type[ProcessGroup]) -> None:
         fail_collective=_fail_collective,
         fail_message=_fail_message,
     )
-    _native.install_direct_calls(group_class)
+    layouts = {name: layout for name in _OPTIONS if (layout := _layout(name)) is not None}
+    _native.install_direct_calls(group_class, layouts)
+
+
+def _layout(name: str) -> tuple[type, int, int, int, int] | None:
+    """Return the class of an operation's options, and the positions of their fields in memory.
+
+    These are the timeout, whether it is asynchronous, the root and the operator; -1 for a field
+    that the class lacks. None if a position is unknown.
+    """
+    kind, has_root, has_op = _OPTIONS[name]
+    if type(kind).__name__ != "pybind11_type":
+        return None
+    numbers = range(1_000_003, 9_000_000, 1_000_003)
+    flags = (True, False, True, True, False, False, False, True, False, True)
+    fields: list[tuple[int, str, list[tuple[Any, int]]]] = [
+        (8, "timeout", [(timedelta(milliseconds=number), number) for number in numbers]),
+        (1, "asyncOp", [(flag, int(flag)) for flag in flags]),
+        (8, "rootRank", [(number, number) for number in numbers] if has_root else []),
+        (1, "reduceOp", [(op, hash(op)) for op in _OPERATORS] if has_op else []),
+    ]
+    positions = []
+    for size, field, samples in fields:
+        objects = [kind() for _ in samples]
+        for each, (value, _) in zip(objects, samples, strict=True):
+            setattr(each, field, value)
+        position = _native.find_field(objects, [number for _, number in samples], size)
+        if samples and position < 0:
+            return None
+        positions.append(position)
+    return kind, *positions
 
 
 def _fail_collective(

@@ -92,7 +92,7 @@ class CollectiveExecutor:
             return run_observed(operator, inputs, run)
         membership = self._membership
         timeout = timeout_seconds(opts.timeout, membership.timeout)
-        if opts.asyncOp or membership.collective_thread.pending:
+        if opts.asyncOp or membership.pending:
             operation = name, subject, op, root
             return self._enqueue(operation, call, opts, outputs, keep_alive, timeout)
         status = call(timeout)
@@ -166,7 +166,7 @@ class CollectiveExecutor:
         if subject is not None and subject.numel() * subject.element_size() > _SMALL_BYTES:
             return False
         membership = self._membership
-        return not membership.collective_thread.pending and membership.native.is_awaited()
+        return not membership.pending and membership.native.is_awaited()
 
     def error(
         self, status: _native.Status, operation: _Operation, timeout: float, site: str

@@ -36,8 +36,11 @@ _LEFT_ERRORS = (ValueError, UsageError)
 """Errors of a group that another thread leaves in the meantime."""
 
 
-class Membership:
+class Membership(_native.OperationState):
     """This rank's membership in a group.
+
+    The base class has the state that direct calls need: `native`, `timeout`, the number `pending`
+    of operations in the group's thread, and `is_direct`, which allows direct calls.
 
     Args:
         native: The native group, or the group that takes its place if ranks are on several hosts.
@@ -57,20 +60,15 @@ class Membership:
         timeout: float,
         members: Sequence[int] = (),
     ) -> None:
-        self.native = native
+        super().__init__(native, timeout)
         self.rank = rank
         self.name = name
         self.members = tuple(members) or tuple(range(size))
         self.rank_label = f"rank {rank}/{size}"
-        self.timeout = timeout
         self.coalesced_works: list[Work] | None = None
         """The works of the operations that are being coalesced."""
-        self.collective_thread = CollectiveThread(f"phalanx-{name}-collectives")
+        self.collective_thread = CollectiveThread(f"phalanx-{name}-collectives", self)
         self.message_thread = MessageThread(f"phalanx-{name}-messages", native)
-        self.direct: _native.DirectGroup | None = None
-        """The group for direct calls; None if all operations use the general methods."""
-        if isinstance(native, _native.Group):
-            self.direct = _native.DirectGroup(native, self.collective_thread)
         _memberships.add(self)
 
     def leave(self) -> None:
@@ -90,14 +88,19 @@ class Membership:
 
 
 class CollectiveThread:
-    """A thread that runs asynchronous collectives one by one, in the order of their calls."""
+    """A thread that runs asynchronous collectives one by one, in the order of their calls.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: The name of the thread.
+        state: The state of the membership, in which `pending` is the number of calls that were
+            submitted and have not ended.
+    """
+
+    def __init__(self, name: str, state: _native.OperationState) -> None:
         self._name = name
+        self._state = weakref.proxy(state)
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self.pending = 0
-        """The number of calls that were submitted and have not ended."""
         self._thread: threading.Thread | None = None
 
     def submit(self, call: Callable[[], None]) -> None:
@@ -107,7 +110,7 @@ class CollectiveThread:
         calls queued before have ended on return. A callback may thus wait for its own operations.
         """
         with self._lock:
-            self.pending += 1
+            self._state.pending += 1
             self._queue.put(call)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -117,7 +120,7 @@ class CollectiveThread:
 
     def drain(self) -> None:
         """Block until all calls queued before have ended, each within its own deadline."""
-        if self._thread is not None and self.pending:
+        if self._thread is not None and self._state.pending:
             drained = threading.Event()
             self.submit(drained.set)
             drained.wait()
@@ -149,7 +152,7 @@ class CollectiveThread:
     def _execute(self, call: Callable[[], None]) -> None:
         call()
         with self._lock:
-            self.pending -= 1
+            self._state.pending -= 1
 
 
 class MessageThread:
@@ -238,7 +241,7 @@ def fail_all_groups(error: BaseException) -> None:
 def has_collectives_elsewhere(native: _native.Group) -> bool:
     """Return whether the collective thread of a group other than `native` has pending calls."""
     return any(
-        each.collective_thread.pending for each in list(_memberships) if each.native is not native
+        each.pending for each in list(_memberships) if each.native is not native
     )
 
 
@@ -285,7 +288,6 @@ def _replace_in_child() -> None:
     _native.detach_flight_recorder()
     for membership in list(_memberships):
         _inherited_groups.append(membership.native)
-        membership.direct = None
         membership.native = _UnusableGroup(reason)
 
 

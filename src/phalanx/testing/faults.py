@@ -371,7 +371,7 @@ _plan: _FaultPlan | None = None
 def _wrap_operations(group: process_group.ProcessGroup) -> None:
     """Wrap three methods of a group's parts; each operation passes one of them."""
     executor, messages = group._executor, group._messages
-    group._membership.direct = None  # direct calls pass none of the methods
+    group._membership.is_direct = False  # direct calls pass none of the methods
     run, send, recv = executor.run, messages.send, messages.recv
 
     def run_or_skip(name: str, call: Any, *arguments: Any) -> dist.Work:
