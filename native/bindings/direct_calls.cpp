@@ -4,15 +4,14 @@
 // mode, the profiler, queued operations before it). Everything else goes to the general method of
 // the same name, in Python: other tensors and options, and arguments that are wrong, for which it
 // has the errors. So a method here refuses whatever it does not fully understand.
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
 #include <algorithm>
 #include <array>
 #include <exception>
-#include <string>
 
 #include "core.h"
+#include "direct_method.h"
 #include "frames.h"
 #include "options.h"
 #include "overlap.h"
@@ -427,15 +426,26 @@ struct Recv : SingleMessage {
 
 // ---- the methods ----
 
-// The general method of an operation, in Python.
-template <class Operation>
-PyObject* general_method = nullptr;
-
 bool is_observed() {
   return std::ranges::any_of(environment().observers, [](const nb::object& count) {
     const nb::object answer = nb::steal(PyObject_CallNoArgs(count.ptr()));
     return !answer.is_valid() || PyObject_IsTrue(answer.ptr()) != 0;
   });
+}
+
+// Null for an object of another class.
+const OperationState* state_of(PyObject* membership) {
+  static const PyTypeObject* known = nullptr;  // the class of memberships
+  if (membership == nullptr) {
+    return nullptr;
+  }
+  if (Py_TYPE(membership) != known) {
+    if (!nb::isinstance<OperationState>(membership)) {
+      return nullptr;
+    }
+    known = Py_TYPE(membership);
+  }
+  return nb::inst_ptr<OperationState>(membership);
 }
 
 // Whether the names are those of the only argument that an operation may have by name.
@@ -454,8 +464,8 @@ PyObject* call_directly(PyObject* self, PyObject* const* values, Py_ssize_t coun
   static PyObject* const name = PyUnicode_InternFromString("_membership");
   static const auto* const group_type = reinterpret_cast<PyTypeObject*>(nb::type<PyGroup>().ptr());
   const nb::object membership = nb::steal(PyObject_GetAttr(self, name));
-  OperationState* state = nullptr;
-  if (!membership.is_valid() || !nb::try_cast(membership, state) || !state->is_direct ||
+  const OperationState* state = state_of(membership.ptr());
+  if (state == nullptr || !state->is_direct ||
       state->pending != 0 || Py_TYPE(state->native.ptr()) != group_type ||
       !are_expected<Operation>(names) || is_observed()) {
     return nullptr;
@@ -484,19 +494,19 @@ PyObject* call_directly(PyObject* self, PyObject* const* values, Py_ssize_t coun
 }
 
 template <class Operation>
-PyObject* call_method(PyObject* self, PyObject* const* values, Py_ssize_t count, PyObject* names) {
+PyObject* call_method(PyObject* method, PyObject* const* values, std::size_t flags,
+                      PyObject* names) {
   try {
     bool refused = true;
-    PyObject* work = call_directly<Operation>(self, values, count, names, refused);
+    const Py_ssize_t count = PyVectorcall_NARGS(flags);
+    PyObject* work =
+        count == 0 ? nullptr
+                   : call_directly<Operation>(values[0], values + 1, count - 1, names, refused);
     if (!refused) {
       return work;
     }
     PyErr_Clear();
-    std::vector<PyObject*> arguments{self};
-    arguments.insert(arguments.end(), values,
-                     values + count + (names == nullptr ? 0 : PyTuple_Size(names)));
-    return PyObject_Vectorcall(general_method<Operation>, arguments.data(),
-                               static_cast<std::size_t>(count) + 1, names);
+    return PyObject_Vectorcall(general_method(method), values, flags, names);
   } catch (nb::python_error& error) {
     error.restore();
   } catch (const std::exception& error) {
@@ -505,24 +515,11 @@ PyObject* call_method(PyObject* self, PyObject* const* values, Py_ssize_t count,
   return nullptr;
 }
 
-// Replaces a method of the class by the direct one, under all its names.
+// Puts a direct method before the one of the class, under all its names.
 template <class Operation>
 void install(nb::handle group_class, std::initializer_list<const char*> method_names) {
-  nb::object general = group_class.attr(*method_names.begin());
-  static const std::string doc = nb::cast<std::string>(general.attr("__doc__"));
-  general_method<Operation> = general.release().ptr();
-  static PyMethodDef definition{
-      .ml_name = *method_names.begin(),
-      .ml_meth = reinterpret_cast<PyCFunction>(
-          reinterpret_cast<void (*)()>(&call_method<Operation>)),
-      .ml_flags = METH_FASTCALL | METH_KEYWORDS,
-      .ml_doc = doc.c_str(),
-  };
-  const nb::object method = nb::steal(
-      PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(group_class.ptr()), &definition));
-  if (!method.is_valid()) {
-    throw nb::python_error();
-  }
+  const nb::object method =
+      make_direct_method(group_class.attr(*method_names.begin()), &call_method<Operation>);
   for (const char* name : method_names) {
     nb::setattr(group_class, name, method);
   }
