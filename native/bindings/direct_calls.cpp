@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <exception>
+#include <optional>
 
 #include "core.h"
 #include "direct_method.h"
@@ -46,6 +47,7 @@ Environment& environment() {
 }
 
 // The arguments of a method. Each function returns false if the argument is not of the plain kind.
+// Keeps the tensors of lists alive, which another thread may change while an operation runs.
 class Arguments {
  public:
   Arguments(const Core& core, PyObject* const* values, Py_ssize_t count)
@@ -61,34 +63,45 @@ class Arguments {
   bool tensor(int index, Operand& operand) const { return read_tensor(values_[index], operand); }
 
   // A list of one element.
-  bool single(int index, PyObject*& element) const {
+  bool single(int index, nb::object& element) const {
     PyObject* list = values_[index];
     if (PyList_CheckExact(list) == 0 || PyList_Size(list) != 1) {
       return false;
     }
-    element = PyList_GetItem(list, 0);
+    element = nb::borrow(PyList_GetItem(list, 0));
     return true;
   }
-  bool single_tensor(int index, PyObject*& tensor, Operand& operand) const {
-    return single(index, tensor) && read_tensor(tensor, operand);
+  bool single_tensor(int index, nb::object& tensor, Operand& operand) const {
+    return single(index, tensor) && read_tensor(tensor.ptr(), operand);
+  }
+
+  // A list with a tensor of `dtype` for every rank; if `dtype` is unknown, that of the first.
+  bool tensors(PyObject* list, std::optional<DType>& dtype, std::vector<Address>& addresses,
+               std::vector<std::uint64_t>& counts) {
+    if (PyList_CheckExact(list) == 0 || PyList_Size(list) != ranks()) {
+      return false;
+    }
+    for (int rank = 0; rank < ranks(); ++rank) {
+      Operand operand;
+      kept_.push_back(nb::borrow(PyList_GetItem(list, rank)));
+      if (!read_tensor(kept_.back().ptr(), operand) ||
+          operand.dtype != dtype.value_or(operand.dtype)) {
+        return false;
+      }
+      dtype = operand.dtype;
+      addresses.push_back(operand.address);
+      counts.push_back(operand.count);
+    }
+    return true;
   }
 
   // A list of one list with a tensor like `like` for every rank.
-  bool tensor_per_rank(int index, const Operand& like, std::vector<Address>& addresses) const {
-    PyObject* list = nullptr;
-    if (!single(index, list) || PyList_CheckExact(list) == 0 || PyList_Size(list) != ranks()) {
-      return false;
-    }
-    addresses.resize(static_cast<std::size_t>(ranks()));
-    for (int rank = 0; rank < ranks(); ++rank) {
-      Operand operand;
-      if (!read_tensor(PyList_GetItem(list, rank), operand) || operand.dtype != like.dtype ||
-          operand.count != like.count) {
-        return false;
-      }
-      addresses[static_cast<std::size_t>(rank)] = operand.address;
-    }
-    return true;
+  bool tensor_per_rank(int index, const Operand& like, std::vector<Address>& addresses) {
+    nb::object list;
+    std::optional<DType> dtype = like.dtype;
+    std::vector<std::uint64_t> counts;
+    return single(index, list) && tensors(list.ptr(), dtype, addresses, counts) &&
+           std::ranges::all_of(counts, [&](std::uint64_t count) { return count == like.count; });
   }
 
   // Options of a blocking operation of the class that the layout describes.
@@ -137,15 +150,16 @@ class Arguments {
   Py_ssize_t count_;
   const std::byte* memory_ = nullptr;  // of the options
   const OptionsLayout* layout_ = nullptr;
+  std::vector<nb::object> kept_;
 };
 
 // The operations. Each parses the arguments of its method, and calls the core. `subject` is the
-// tensor that stands for the operation in errors; borrowed.
+// tensor that stands for the operation in errors.
 
 struct Collective {
   // The only argument that torch passes by its name; null if there is none.
   static constexpr const char* kKeyword = nullptr;
-  PyObject* subject = Py_None;
+  nb::object subject = nb::none();
   ReduceOp op = ReduceOp::none;
   int root = -1;
 
@@ -155,7 +169,8 @@ struct Collective {
   PyObject* fail(PyObject* group, const nb::object& status, const char* name,
                  double timeout) const {
     return PyObject_CallFunction(environment().fail_collective.ptr(), "OOsOiid", group,
-                                 status.ptr(), name, subject, static_cast<int>(op), root, timeout);
+                                 status.ptr(), name, subject.ptr(), static_cast<int>(op), root,
+                                 timeout);
   }
 };
 
@@ -223,7 +238,8 @@ struct AllGather : Collective {
            !is_misplaced(input.address, outputs, input.bytes(), arguments.rank());
   }
   Status run(Core& core, const Bounds& bounds) const {
-    return all_gather(core.group, pointer(input.address), pointers(outputs), input.count, input.dtype, bounds);
+    return all_gather(core.group, pointer(input.address), pointers(outputs), input.count,
+                      input.dtype, bounds);
   }
 };
 
@@ -241,7 +257,8 @@ struct Gather : Collective {
              !is_misplaced(input.address, outputs, input.bytes(), root)));
   }
   Status run(Core& core, const Bounds& bounds) const {
-    return gather(core.group, pointer(input.address), pointers(outputs), input.count, input.dtype, root, bounds);
+    return gather(core.group, pointer(input.address), pointers(outputs), input.count, input.dtype,
+                  root, bounds);
   }
 };
 
@@ -259,8 +276,8 @@ struct Scatter : Collective {
              !is_misplaced(output.address, inputs, output.bytes(), root)));
   }
   Status run(Core& core, const Bounds& bounds) const {
-    return scatter(core.group, pointers(inputs), pointer(output.address), output.count, output.dtype, root,
-                   bounds);
+    return scatter(core.group, pointers(inputs), pointer(output.address), output.count,
+                   output.dtype, root, bounds);
   }
 };
 
@@ -277,8 +294,8 @@ struct ReduceScatter : Collective {
            !is_misplaced(output.address, inputs, output.bytes(), arguments.rank());
   }
   Status run(Core& core, const Bounds& bounds) const {
-    return reduce_scatter(core.group, pointers(inputs), pointer(output.address), output.count, output.dtype, op,
-                          bounds);
+    return reduce_scatter(core.group, pointers(inputs), pointer(output.address), output.count,
+                          output.dtype, op, bounds);
   }
 };
 
@@ -288,9 +305,8 @@ struct PairCollective : Collective {
   Operand input;
 
   bool parse_pair(Arguments& arguments) {
-    subject = arguments[1];
-    return arguments.tensor(0, output) && arguments.tensor(1, input) &&
-           output.dtype == input.dtype;
+    subject = nb::borrow(arguments[1]);
+    return arguments.tensor(0, output) && arguments.tensor(1, input) && output.dtype == input.dtype;
   }
 };
 
@@ -308,7 +324,8 @@ struct AllGatherSingle : PairCollective {
     return !is_misplaced(input.address, parts, input.bytes(), arguments.rank());
   }
   Status run(Core& core, const Bounds& bounds) const {
-    return all_gather(core.group, pointer(input.address), pointers(parts), input.count, input.dtype, bounds);
+    return all_gather(core.group, pointer(input.address), pointers(parts), input.count, input.dtype,
+                      bounds);
   }
 };
 
@@ -327,8 +344,8 @@ struct ReduceScatterSingle : PairCollective {
     return !is_misplaced(output.address, parts, output.bytes(), arguments.rank());
   }
   Status run(Core& core, const Bounds& bounds) const {
-    return reduce_scatter(core.group, pointers(parts), pointer(output.address), output.count, output.dtype, op,
-                          bounds);
+    return reduce_scatter(core.group, pointers(parts), pointer(output.address), output.count,
+                          output.dtype, op, bounds);
   }
 };
 
@@ -345,7 +362,8 @@ struct AllToAllSingle : PairCollective {
     if (!arguments.count_is(5) || !is_empty(arguments[2]) || !is_empty(arguments[3]) ||
         !parse_pair(arguments) || !arguments.options(4, layout) || output.count != input.count ||
         !input.has_rows_for(ranks) || !output.has_rows_for(ranks) ||
-        (output.address < input.address + input.bytes() && input.address < output.address + output.bytes())) {
+        (output.address < input.address + input.bytes() &&
+         input.address < output.address + output.bytes())) {
       return false;
     }
     counts.assign(ranks, input.count / ranks);
@@ -367,9 +385,38 @@ struct AllToAllSingle : PairCollective {
   }
 };
 
+struct AllToAll : Collective {
+  static constexpr const char* kName = "all_to_all";
+  static inline OptionsLayout layout;
+  std::optional<DType> dtype;
+  std::vector<Address> inputs;
+  std::vector<Address> outputs;
+  std::vector<std::uint64_t> input_counts;
+  std::vector<std::uint64_t> output_counts;
+
+  bool parse(Arguments& arguments) {
+    if (!arguments.count_is(3) || !arguments.options(2, layout) ||
+        !arguments.tensors(arguments[1], dtype, inputs, input_counts) ||
+        !arguments.tensors(arguments[0], dtype, outputs, output_counts)) {
+      return false;
+    }
+    subject = nb::borrow(PyList_GetItem(arguments[1], 0));
+    const auto own = static_cast<std::size_t>(arguments.rank());
+    return input_counts[own] == output_counts[own] &&
+           !overlap(inputs, input_counts, outputs, output_counts, *dtype);
+  }
+  Status run(Core& core, const Bounds& bounds) const {
+    const Splits own{.inputs = pointers(inputs),
+                     .input_counts = input_counts.data(),
+                     .outputs = pointers(outputs),
+                     .output_counts = output_counts.data()};
+    return all_to_all(core.group, own, *dtype, bounds);
+  }
+};
+
 struct SingleMessage {
   static constexpr const char* kKeyword = nullptr;
-  PyObject* subject = nullptr;
+  nb::object subject;
   Operand data;
   int peer = -1;
   int tag = 0;
@@ -384,7 +431,7 @@ struct SingleMessage {
   PyObject* fail(PyObject* group, const nb::object& status, const char* name,
                  double timeout) const {
     return PyObject_CallFunction(environment().fail_message.ptr(), "OOsOiid", group, status.ptr(),
-                                 name, subject, peer, tag, timeout);
+                                 name, subject.ptr(), peer, tag, timeout);
   }
 
  private:
@@ -406,7 +453,8 @@ struct Send : SingleMessage {
   static constexpr const char* kName = "send";
 
   Status run(Core& core, const Bounds& bounds) const {
-    const auto message = core.mailbox.send(pointer(data.address), data.count, data.dtype, peer, tag, false);
+    const auto message =
+        core.mailbox.send(pointer(data.address), data.count, data.dtype, peer, tag, false);
     return core.mailbox.wait(*message, bounds);
   }
 };
@@ -419,7 +467,8 @@ struct Recv : SingleMessage {
            arguments.unexpected_peak() <= environment().unexpected_limit;
   }
   Status run(Core& core, const Bounds& bounds) const {
-    const auto message = core.mailbox.recv(pointer(data.address), data.count, data.dtype, peer, tag, false);
+    const auto message =
+        core.mailbox.recv(pointer(data.address), data.count, data.dtype, peer, tag, false);
     return core.mailbox.wait(*message, bounds);
   }
 };
@@ -465,9 +514,9 @@ PyObject* call_directly(PyObject* self, PyObject* const* values, Py_ssize_t coun
   static const auto* const group_type = reinterpret_cast<PyTypeObject*>(nb::type<PyGroup>().ptr());
   const nb::object membership = nb::steal(PyObject_GetAttr(self, name));
   const OperationState* state = state_of(membership.ptr());
-  if (state == nullptr || !state->is_direct ||
-      state->pending != 0 || Py_TYPE(state->native.ptr()) != group_type ||
-      !are_expected<Operation>(names) || is_observed()) {
+  if (state == nullptr || !state->is_direct || state->pending != 0 ||
+      Py_TYPE(state->native.ptr()) != group_type || !are_expected<Operation>(names) ||
+      is_observed()) {
     return nullptr;
   }
   const nb::object native = state->native;  // another thread may leave the group meanwhile
@@ -555,6 +604,7 @@ void install_direct_calls(nb::handle group_class, nb::dict layouts) {
   install<ReduceScatterSingle>(group_class, layouts,
                                {"reduce_scatter_single", "_reduce_scatter_base"});
   install<AllToAllSingle>(group_class, layouts, {"all_to_all_single", "alltoall_base"});
+  install<AllToAll>(group_class, layouts, {"alltoall"});
   install<Send>(group_class, {"send"});
   install<Recv>(group_class, {"recv"});
 }
@@ -591,9 +641,9 @@ void bind_direct_calls(nb::module_& module) {
   module.def("find_field", &find_field, nb::arg("objects"), nb::arg("values"), nb::arg("size"));
   module.def("set_tensor_api", &set_tensor_api, nb::arg("table"), nb::arg("types"),
              nb::arg("is_neg"), nb::arg("is_conj"));
-  module.def("set_direct_call_environment", &set_environment, nb::arg("observers"),
-             nb::arg("ops"), nb::arg("done"), nb::arg("blocking"),
-             nb::arg("unexpected_limit"), nb::arg("fail_collective"), nb::arg("fail_message"));
+  module.def("set_direct_call_environment", &set_environment, nb::arg("observers"), nb::arg("ops"),
+             nb::arg("done"), nb::arg("blocking"), nb::arg("unexpected_limit"),
+             nb::arg("fail_collective"), nb::arg("fail_message"));
   module.def("install_direct_calls", &install_direct_calls, nb::arg("group_class"),
              nb::arg("layouts"));
 }

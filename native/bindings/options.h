@@ -1,9 +1,9 @@
 // The options objects of torch.distributed, read where they lie in memory.
 //
 // Their attributes are properties in C++, and reading three of them costs three times as much as an
-// all-reduce of a few bytes. So the position of each field is found once per process, by experiment:
-// objects are made with known values, and the field is at the only position at which the memory of
-// all of them shows these values. A class for which that fails has no direct calls.
+// all-reduce of a few bytes. So the position of each field is found once per process, by
+// experiment: objects are made with known values, and the field is at the only position at which
+// the memory of all of them shows these values. A class for which that fails has no direct calls.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,8 @@ struct OptionsLayout {
 
 // The memory of an object of a class bound by pybind11; null if it was not initialized.
 inline const std::byte* memory_of(PyObject* object) {
-  // After the header of every Python object, an instance of pybind11 holds the pointer to its value.
+  // After the header of every Python object, an instance of pybind11 holds the pointer to its
+  // value.
   return *reinterpret_cast<const std::byte* const*>(reinterpret_cast<const std::byte*>(object) +
                                                     sizeof(PyObject));
 }

@@ -13,7 +13,7 @@ struct Memory {
 };
 
 std::vector<Memory> memory_of(const std::vector<Address>& starts,
-                              const std::vector<std::size_t>& counts, std::size_t size) {
+                              const std::vector<std::uint64_t>& counts, std::size_t size) {
   std::vector<Memory> memory;
   memory.reserve(starts.size());
   for (std::size_t i = 0; i < std::min(starts.size(), counts.size()); ++i) {
@@ -24,10 +24,12 @@ std::vector<Memory> memory_of(const std::vector<Address>& starts,
   return memory;
 }
 
-bool overlap(const std::vector<Address>& inputs, const std::vector<std::size_t>& input_counts,
-             const std::vector<Address>& outputs, const std::vector<std::size_t>& output_counts,
-             int dtype) {
-  const std::size_t size = size_of(static_cast<DType>(dtype));
+}  // namespace
+
+bool overlap(const std::vector<Address>& inputs, const std::vector<std::uint64_t>& input_counts,
+             const std::vector<Address>& outputs, const std::vector<std::uint64_t>& output_counts,
+             DType dtype) {
+  const std::size_t size = size_of(dtype);
   std::vector<Memory> ordered = memory_of(outputs, output_counts, size);
   std::ranges::sort(ordered, {}, &Memory::begin);
   return std::ranges::any_of(memory_of(inputs, input_counts, size), [&](const Memory& input) {
@@ -35,8 +37,6 @@ bool overlap(const std::vector<Address>& inputs, const std::vector<std::size_t>&
     return after != ordered.begin() && std::prev(after)->end > input.begin;
   });
 }
-
-}  // namespace
 
 bool is_misplaced(Address part, const std::vector<Address>& parts, std::size_t bytes, int rank) {
   for (std::size_t owner = 0; owner < parts.size(); ++owner) {
@@ -49,8 +49,15 @@ bool is_misplaced(Address part, const std::vector<Address>& parts, std::size_t b
 }
 
 void bind_overlap(nb::module_& module) {
-  module.def("overlap", &overlap, nb::arg("inputs"), nb::arg("input_counts"), nb::arg("outputs"),
-             nb::arg("output_counts"), nb::arg("dtype"));
+  module.def(
+      "overlap",
+      [](const std::vector<Address>& inputs, const std::vector<std::uint64_t>& input_counts,
+         const std::vector<Address>& outputs, const std::vector<std::uint64_t>& output_counts,
+         int dtype) {
+        return overlap(inputs, input_counts, outputs, output_counts, static_cast<DType>(dtype));
+      },
+      nb::arg("inputs"), nb::arg("input_counts"), nb::arg("outputs"), nb::arg("output_counts"),
+      nb::arg("dtype"));
   module.def(
       "is_misplaced",
       [](Address part, const std::vector<Address>& parts, std::size_t count, int dtype, int rank) {

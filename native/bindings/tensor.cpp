@@ -58,13 +58,13 @@ TensorApi api;  // guarded by the GIL; set once
 // By code and the logarithm of the number of bytes; -1: none.
 constexpr int kCodes = 7;
 constexpr std::array<std::array<std::int8_t, 5>, kCodes> kDTypes = {{
-    {2, 4, 6, 8, -1},        // int
-    {1, 3, 5, 7, -1},        // unsigned
-    {-1, 9, 11, 12, -1},     // float
-    {-1, -1, -1, -1, -1},    // opaque
-    {-1, 10, -1, -1, -1},    // bfloat
-    {-1, -1, -1, 13, 14},    // complex
-    {0, -1, -1, -1, -1},     // bool
+    {2, 4, 6, 8, -1},      // int
+    {1, 3, 5, 7, -1},      // unsigned
+    {-1, 9, 11, 12, -1},   // float
+    {-1, -1, -1, -1, -1},  // opaque
+    {-1, 10, -1, -1, -1},  // bfloat
+    {-1, -1, -1, 13, 14},  // complex
+    {0, -1, -1, -1, -1},   // bool
 }};
 
 // Returns -1 for a dtype that the core lacks.
@@ -107,8 +107,8 @@ bool is_complex(DType dtype) { return dtype == DType::complex64 || dtype == DTyp
 }  // namespace
 
 bool set_tensor_api(nb::handle capsule, nb::tuple types, nb::handle is_neg, nb::handle is_conj) {
-  const auto* table = static_cast<const ExchangeApi*>(
-      PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  const auto* table =
+      static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   if (table == nullptr) {
     throw nb::python_error();
   }
@@ -144,8 +144,7 @@ bool read_tensor(PyObject* tensor, Operand& operand) {
   if (view.data == nullptr && operand.count != 0) {
     return false;
   }
-  return denies(api.is_neg, tensor) &&
-         (!is_complex(operand.dtype) || denies(api.is_conj, tensor));
+  return denies(api.is_neg, tensor) && (!is_complex(operand.dtype) || denies(api.is_conj, tensor));
 }
 
 }  // namespace phalanx::bindings

@@ -567,7 +567,7 @@ class OperationState:
     pending: int
     """The number of operations queued in the group's thread."""
     is_direct: bool
-    """Whether there may be direct calls."""
+    """True if there may be direct calls."""
     def __init__(self, native: Any, timeout: float) -> None: ...
 
 def find_field(objects: Sequence[Any], values: Sequence[int], size: int) -> int:

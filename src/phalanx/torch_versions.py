@@ -33,6 +33,9 @@ tensor_use_count: Callable[[torch.Tensor], int] | None = getattr(torch.Tensor, "
 None if PyTorch has no such method.
 """
 
+TENSOR_TABLE: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+"""PyTorch's table of C functions for its tensors, a capsule; None if it has none."""
+
 GROUPS_SET_TIMEOUT = hasattr(dist, "set_timeout")
 """True if PyTorch sets the timeout of any group through the group's method, as from 2.14 on."""
 

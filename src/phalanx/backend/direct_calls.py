@@ -2,29 +2,26 @@
 
 The native methods take tensors and options as they are, and read tensors through the C table that
 torch publishes for DLPack. They run the operations that need no preparation: plain tensors, torch's
-own options with the group's timeout, an operator that the core has, and no observer. They pass all
-others on to the general methods of the same name, which also have the errors of wrong arguments.
+own options, an operator that the core has, and no observer. They pass all others on to the general
+methods of the same name, which also have the errors of wrong arguments.
 """
 
 from __future__ import annotations
 
 import inspect
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
-from phalanx import _native
+from phalanx import _native, torch_versions
 from phalanx.backend.call_site import call_site
 from phalanx.backend.execution import DONE
 from phalanx.backend.instrumentation import active_mode_count, is_profiling
 from phalanx.backend.messages import UNEXPECTED_BYTES_LIMIT
 from phalanx.backend.operands import OP_NAMES, OPS
-
-if TYPE_CHECKING:
-    from phalanx.backend.process_group import ProcessGroup
 
 # The options of each operation: their class, and whether they have a root and an operator.
 _OPTIONS: dict[str, tuple[Any, bool, bool]] = {
@@ -38,6 +35,7 @@ _OPTIONS: dict[str, tuple[Any, bool, bool]] = {
     "reduce_scatter": (dist.ReduceScatterOptions, False, True),
     "all_gather_single": (AllgatherOptions, False, False),
     "reduce_scatter_single": (dist.ReduceScatterOptions, False, True),
+    "all_to_all": (dist.AllToAllOptions, False, False),
     "all_to_all_single": (dist.AllToAllOptions, False, False),
 }
 _OPERATORS = [getattr(dist.ReduceOp, OP_NAMES[code]) for code in OPS.values()]
@@ -45,16 +43,14 @@ _OPERATORS = [getattr(dist.ReduceOp, OP_NAMES[code]) for code in OPS.values()]
 _BLOCKING = (dist.send, dist.recv)
 
 
-def install(group_class: type[ProcessGroup]) -> None:
+def install(group_class: type[dist.ProcessGroup]) -> None:
     """Put direct methods before the general ones of the class of groups.
 
     Without the table, or with one of a later version, all operations use the general methods.
     """
-    table = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    kinds = torch.Tensor, torch.nn.Parameter
-    if table is None or not _native.set_tensor_api(
-        table, kinds, torch.Tensor.is_neg, torch.Tensor.is_conj
-    ):
+    table, kinds = torch_versions.TENSOR_TABLE, (torch.Tensor, torch.nn.Parameter)
+    queries = torch.Tensor.is_neg, torch.Tensor.is_conj
+    if table is None or not _native.set_tensor_api(table, kinds, *queries):
         return
     _native.set_direct_call_environment(
         observers=[active_mode_count, is_profiling],
@@ -99,7 +95,7 @@ def _layout(name: str) -> tuple[type, int, int, int, int] | None:
 
 
 def _fail_collective(
-    group: ProcessGroup,
+    group: Any,
     status: _native.Status,
     name: str,
     subject: torch.Tensor | None,
@@ -112,7 +108,7 @@ def _fail_collective(
 
 
 def _fail_message(
-    group: ProcessGroup,
+    group: Any,
     status: _native.Status,
     name: str,
     tensor: torch.Tensor,

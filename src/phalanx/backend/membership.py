@@ -240,9 +240,7 @@ def fail_all_groups(error: BaseException) -> None:
 
 def has_collectives_elsewhere(native: _native.Group) -> bool:
     """Return whether the collective thread of a group other than `native` has pending calls."""
-    return any(
-        each.pending for each in list(_memberships) if each.native is not native
-    )
+    return any(each.pending for each in list(_memberships) if each.native is not native)
 
 
 def detect_deadlocks() -> bool:

@@ -1,0 +1,78 @@
+"""The cost of a call, beside that of a group that does nothing: `python benchmarks/call_cost.py`.
+
+One rank calls `dist.all_reduce` with 4 B, in turns on a group of Phalanx and on a group in Python
+whose method returns at once. With no peers to wait for, the difference is the cost of Phalanx.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from phalanx.backend.work import FinishedWork
+from phalanx.bench.machine import machine, versions
+
+
+class IdleGroup(dist.ProcessGroup):
+    """A group whose operations do nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+        self._work = FinishedWork([])
+
+    def allreduce(self, _tensors: Any, _opts: Any) -> dist.Work:
+        """Return a work that has ended, as Phalanx does."""
+        return self._work
+
+
+def microseconds(group: Any, tensor: torch.Tensor, calls: int) -> float:
+    all_reduce = dist.all_reduce
+    start = time.perf_counter()
+    for _ in range(calls):
+        all_reduce(tensor, group=group)
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--calls", type=int, default=20_000, help="per round")
+    parser.add_argument("--output", type=Path, help="a JSON file for the results")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        store = f"file://{os.path.join(directory, 'store')}"
+        dist.init_process_group("phalanx", init_method=store, rank=0, world_size=1)
+        idle = IdleGroup()
+        c10d._world.pg_group_ranks[idle] = {0: 0}
+        groups = {"phalanx": dist.group.WORLD, "idle group": idle}
+        times: dict[str, list[float]] = {name: [] for name in groups}
+        for number in range(-1, options.rounds):  # the first round fills the caches
+            for name, group in groups.items():
+                passed = microseconds(group, torch.ones(1), options.calls)
+                if number >= 0:
+                    times[name].append(passed)
+        dist.destroy_process_group()
+    for name, values in times.items():
+        lower, median, upper = statistics.quantiles(values, n=4)
+        print(f"{name}: {median:.2f} us per call (quartiles {lower:.2f} and {upper:.2f})")
+    pairs = zip(times["phalanx"], times["idle group"], strict=True)
+    lower, ratio, upper = statistics.quantiles([ours / idle for ours, idle in pairs], n=4)
+    print(f"{ratio:.2f} times the idle group (quartiles {lower:.2f} and {upper:.2f})")
+    if options.output:
+        results = {"microseconds": times, "ratio": [lower, ratio, upper]}
+        record = {"machine": machine(), "versions": versions(), **vars(options), **results}
+        options.output.write_text(json.dumps(record, indent=1, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""Direct calls: plain operations go to the core at once, all others to the general methods."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from phalanx import _native
+from phalanx.backend import direct_calls
+from phalanx.backend.process_group import ProcessGroup
+from phalanx.errors import CollectiveTimeout, UsageError
+from tests.conformance import cases
+from tests.ranks import RankServer
+
+COUNT = 6  # divisible by the world sizes
+
+_METHODS = {name for name, method in vars(ProcessGroup).items() if hasattr(method, "__wrapped__")}
+
+
+@contextmanager
+def general_calls() -> Iterator[list[str]]:
+    """The names of the operations that the general methods run meanwhile."""
+    group: Any = dist.group.WORLD
+    names: list[str] = []
+
+    def recorded(call: Callable[..., Any], name: str = "") -> Callable[..., Any]:
+        def run(first: Any, *arguments: Any) -> Any:
+            names.append(name or first)
+            return call(first, *arguments)
+
+        return run
+
+    executor, messages = group._executor, group._messages
+    executor.run = recorded(executor.run)
+    messages.send, messages.recv = (
+        recorded(messages.send, "send"),
+        recorded(messages.recv, "recv"),
+    )
+    try:
+        yield names
+    finally:
+        del executor.run, messages.send, messages.recv
+
+
+def operations(own: Tensor, op: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Return all blocking operations: each returns its result, which no tensor of the next has."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def parts() -> list[Tensor]:
+        return [cases.poisoned(own) for _ in range(size)]
+
+    def in_place(call: Callable[[Tensor], object]) -> Tensor:
+        tensor = own.clone()
+        call(tensor)
+        return tensor
+
+    def into(output: Tensor | list[Tensor], call: Callable[[Any], object]) -> Tensor:
+        call(output)
+        return output if isinstance(output, Tensor) else torch.cat([o.view(-1) for o in output])
+
+    row, inputs = cases.poisoned(own), list(own.repeat(size, 1))
+    large, whole = cases.poisoned(own.repeat(size)), own.repeat(size)
+
+    def exchange() -> Tensor:
+        tensor = own.clone()
+        if rank == 0:
+            dist.send(tensor, size - 1, tag=3)
+        if rank == size - 1:
+            dist.recv(tensor, 0, tag=3)
+        return tensor
+
+    yield "barrier", lambda: in_place(lambda _: dist.barrier())
+    yield "broadcast", lambda: in_place(lambda t: dist.broadcast(t, 1))
+    yield "all_reduce", lambda: in_place(lambda t: dist.all_reduce(t, op))
+    yield "reduce", lambda: in_place(lambda t: dist.reduce(t, 1, op))
+    yield "all_gather", lambda: into(parts(), lambda o: dist.all_gather(o, own))
+    yield (
+        "gather",
+        lambda: into(parts(), lambda o: dist.gather(own, o if rank == 1 else None, 1)),
+    )
+    yield (
+        "scatter",
+        lambda: into(row.clone(), lambda o: dist.scatter(o, inputs if rank == 1 else None, 1)),
+    )
+    yield (
+        "reduce_scatter",
+        lambda: into(row.clone(), lambda o: dist.reduce_scatter(o, inputs, op)),
+    )
+    yield (
+        "all_gather_single",
+        lambda: into(large.clone(), lambda o: dist.all_gather_into_tensor(o, own)),
+    )
+    yield (
+        "reduce_scatter_single",
+        lambda: into(row.clone(), lambda o: dist.reduce_scatter_tensor(o, whole, op)),
+    )
+    yield (
+        "all_to_all_single",
+        lambda: into(row.clone(), lambda o: dist.all_to_all_single(o, own)),
+    )
+    yield (
+        "all_to_all",
+        lambda: into(parts(), lambda o: dist.all_to_all(o, inputs)),
+    )
+    yield "message", exchange
+
+
+def direct_equals_general(seed: int) -> None:
+    membership = dist.group.WORLD._membership  # type: ignore[union-attr]
+    for name in cases.DTYPES:
+        for operator in cases.operators(name):
+            own = cases.data(name, COUNT, seed, dist.get_rank())
+            if operator == "AVG" and not own.dtype.is_floating_point:
+                continue  # complex numbers: torch.distributed passes real views
+            op = cases.reduce_op(operator)
+            with general_calls() as general:
+                direct = {name: call() for name, call in operations(own, op)}
+            assert not general, (name, operator)
+            membership.is_direct = False
+            with general_calls() as general:
+                expected = {name: call() for name, call in operations(own, op)}
+            membership.is_direct = True
+            assert len(general) >= len(expected) - 1  # a rank in the middle has no message
+            for operation, result in expected.items():
+                cases.check_bits(direct[operation], result, f"{operation} {operator} of {name}")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_direct_calls_have_the_results_of_general_ones(ranks: RankServer, size: int) -> None:
+    ranks.run(size, direct_equals_general, cases.fresh_seed())
+
+
+class _Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _Subclass(Tensor):
+    pass
+
+
+def unusual_tensors() -> dict[str, Tensor]:
+    base = torch.arange(12.0).view(3, 4)
+    return {
+        "with gaps": base[:, :2],
+        "transposed": base.t(),
+        "negated": torch._neg_view(base),
+        "conjugated": torch.ones(4, dtype=torch.complex64).conj(),
+        "of a subclass": base.as_subclass(_Subclass),
+        "sparse": base.to_sparse(),
+    }
+
+
+def goes_to_the_general_method() -> None:
+    group: Any = dist.group.WORLD
+    own = torch.ones(3)
+    plain = dist.AllreduceOptions()
+    plain.asyncOp = False
+
+    def general(call: Callable[[], Any]) -> bool:
+        with general_calls() as names:
+            result = call()
+            if result is not None:
+                result.wait()
+        return bool(names)
+
+    assert not general(lambda: group.allreduce([own], plain))
+    assert not general(lambda: group.allreduce([torch.nn.Parameter(own)], plain))
+    assert not general(lambda: group.allreduce([torch.ones(0, 3)], plain))
+    assert not general(lambda: group.allreduce([torch.tensor(1.0)], plain))
+    for name, tensor in unusual_tensors().items():
+        assert general(lambda tensor=tensor: group.allreduce([tensor], plain)), name  # type: ignore[misc]
+    assert general(lambda: group.allreduce(own))
+    assert general(lambda: group.allreduce((own,), plain))
+    assert general(lambda: group.allreduce([own], opts=plain))
+    assert general(lambda: group.allreduce([own.int()], dist.ReduceOp.AVG))
+    assert general(lambda: dist.all_reduce(own, dist._make_nccl_premul_sum(2.0)))  # type: ignore[attr-defined]
+    assert general(lambda: dist.all_reduce(own, async_op=True))
+    with _Mode():  # type: ignore[no-untyped-call]
+        assert general(lambda: dist.all_reduce(own))
+    with torch.profiler.profile():
+        assert general(lambda: dist.all_reduce(own))
+    # An operation that is queued comes first.
+    large = torch.ones(2**20)
+    work = dist.all_reduce(large, async_op=True)
+    dist.all_reduce(large)
+    work.wait()
+    assert (large == dist.get_world_size() ** 2).all()
+
+
+def test_unusual_operations_take_the_general_methods(ranks: RankServer) -> None:
+    ranks.run(2, goes_to_the_general_method)
+
+
+def rejects() -> None:
+    group: Any = dist.group.WORLD
+    plain = dist.AllreduceOptions()
+    plain.asyncOp = False
+    with pytest.raises(UsageError, match="on meta"):
+        group.allreduce([torch.ones(3, device="meta")], plain)
+    with pytest.raises(UsageError, match="share memory"):
+        group.allreduce([torch.ones(1).expand(3)], plain)
+    with pytest.raises(UsageError, match="got 2 tensors"):
+        group.allreduce([torch.ones(3), torch.ones(3)], plain)
+    plain.reduceOp = dist.ReduceOp.BAND
+    with pytest.raises(UsageError, match="BAND has no meaning for float32"):
+        group.allreduce([torch.ones(3)], plain)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)  # the group is intact
+    assert (tensor == dist.get_world_size()).all()
+
+
+def test_wrong_arguments_have_the_general_errors(ranks: RankServer) -> None:
+    ranks.run(2, rejects)
+
+
+def own_timeout() -> None:
+    group: Any = dist.group.WORLD
+    if dist.get_rank() == 1:
+        group.get_group_store().wait(["ended"], timedelta(seconds=20))
+    else:
+        opts = dist.BarrierOptions()
+        opts.asyncOp = False
+        opts.timeout = timedelta(milliseconds=150)
+        with general_calls() as names, pytest.raises(CollectiveTimeout) as caught:
+            group.barrier(opts=opts)
+        assert not names
+        assert caught.value.seconds == pytest.approx(0.15)
+        assert "test_direct_calls.py:" in str(caught.value)
+        group.get_group_store().set("ended", "")
+
+
+def test_the_timeout_of_options_holds(ranks: RankServer) -> None:
+    ranks.run(2, own_timeout)
+
+
+def test_methods_look_like_the_general_ones() -> None:
+    assert {"allreduce", "_allgather_base", "send", "recv", "barrier"} <= _METHODS
+    method: Any = ProcessGroup.allreduce
+    assert method.__name__ == "allreduce"
+    assert method.__doc__ == method.__wrapped__.__doc__
+    assert list(inspect.signature(ProcessGroup.broadcast).parameters)[-1] == "timeout"
+
+
+def test_all_options_are_known() -> None:
+    for name in direct_calls._OPTIONS:
+        assert direct_calls._layout(name) is not None, name
+
+
+def test_a_field_is_found_if_it_is_the_only_one() -> None:
+    options = [dist.ReduceOptions() for _ in range(3)]
+    roots = [11, 22, 33]
+    for each, root in zip(options, roots, strict=True):
+        each.rootRank = root
+    position = _native.find_field(options, roots, 8)
+    assert position >= 0
+    assert _native.find_field(options, [1, 2, 3], 8) == -1
+    assert _native.find_field(options, roots[:2], 8) == -1
+    for each, root in zip(options, roots, strict=True):
+        each.rootTensor = root
+    assert _native.find_field(options, roots, 8) == -1
