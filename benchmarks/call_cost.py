@@ -69,9 +69,15 @@ def main() -> None:
     lower, ratio, upper = statistics.quantiles([ours / idle for ours, idle in pairs], n=4)
     print(f"{ratio:.2f} times the idle group (quartiles {lower:.2f} and {upper:.2f})")
     if options.output:
-        results = {"microseconds": times, "ratio": [lower, ratio, upper]}
-        record = {"machine": machine(), "versions": versions(), **vars(options), **results}
-        options.output.write_text(json.dumps(record, indent=1, default=str) + "\n")
+        record = {
+            "machine": machine(),
+            "versions": versions(),
+            "rounds": options.rounds,
+            "calls": options.calls,
+            "microseconds": {name: [round(t, 3) for t in each] for name, each in times.items()},
+            "ratio": [round(each, 3) for each in (lower, ratio, upper)],
+        }
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -189,8 +189,8 @@ struct Broadcast : Collective {
   Operand data;
 
   bool parse(Arguments& arguments) {
-    return arguments.count_is(2) && arguments.single_tensor(0, subject, data) &&
-           arguments.options(1, layout) && arguments.root(root);
+    return arguments.count_is(2) && arguments.options(1, layout) &&
+           arguments.single_tensor(0, subject, data) && arguments.root(root);
   }
   Status run(Core& core, const Bounds& bounds) const {
     return broadcast(core.group, pointer(data.address), data.count, data.dtype, root, bounds);
@@ -203,8 +203,8 @@ struct AllReduce : Collective {
   Operand data;
 
   bool parse(Arguments& arguments) {
-    return arguments.count_is(2) && arguments.single_tensor(0, subject, data) &&
-           arguments.options(1, layout) && arguments.reduction(data.dtype, op);
+    return arguments.count_is(2) && arguments.options(1, layout) &&
+           arguments.single_tensor(0, subject, data) && arguments.reduction(data.dtype, op);
   }
   Status run(Core& core, const Bounds& bounds) const {
     return all_reduce(core.group, pointer(data.address), data.count, data.dtype, op, bounds);
@@ -217,8 +217,8 @@ struct Reduce : Collective {
   Operand data;
 
   bool parse(Arguments& arguments) {
-    return arguments.count_is(2) && arguments.single_tensor(0, subject, data) &&
-           arguments.options(1, layout) && arguments.root(root) &&
+    return arguments.count_is(2) && arguments.options(1, layout) &&
+           arguments.single_tensor(0, subject, data) && arguments.root(root) &&
            arguments.reduction(data.dtype, op);
   }
   Status run(Core& core, const Bounds& bounds) const {
@@ -233,8 +233,9 @@ struct AllGather : Collective {
   std::vector<Address> outputs;
 
   bool parse(Arguments& arguments) {
-    return arguments.count_is(3) && arguments.single_tensor(1, subject, input) &&
-           arguments.tensor_per_rank(0, input, outputs) && arguments.options(2, layout) &&
+    return arguments.count_is(3) && arguments.options(2, layout) &&
+           arguments.single_tensor(1, subject, input) &&
+           arguments.tensor_per_rank(0, input, outputs) &&
            !is_misplaced(input.address, outputs, input.bytes(), arguments.rank());
   }
   Status run(Core& core, const Bounds& bounds) const {
@@ -250,8 +251,8 @@ struct Gather : Collective {
   std::vector<Address> outputs;
 
   bool parse(Arguments& arguments) {
-    return arguments.count_is(3) && arguments.single_tensor(1, subject, input) &&
-           arguments.options(2, layout) && arguments.root(root) &&
+    return arguments.count_is(3) && arguments.options(2, layout) && arguments.root(root) &&
+           arguments.single_tensor(1, subject, input) &&
            (root != arguments.rank() ||
             (arguments.tensor_per_rank(0, input, outputs) &&
              !is_misplaced(input.address, outputs, input.bytes(), root)));
@@ -269,8 +270,8 @@ struct Scatter : Collective {
   std::vector<Address> inputs;
 
   bool parse(Arguments& arguments) {
-    return arguments.count_is(3) && arguments.single_tensor(0, subject, output) &&
-           arguments.options(2, layout) && arguments.root(root) &&
+    return arguments.count_is(3) && arguments.options(2, layout) && arguments.root(root) &&
+           arguments.single_tensor(0, subject, output) &&
            (root != arguments.rank() ||
             (arguments.tensor_per_rank(1, output, inputs) &&
              !is_misplaced(output.address, inputs, output.bytes(), root)));
@@ -288,9 +289,9 @@ struct ReduceScatter : Collective {
   std::vector<Address> inputs;
 
   bool parse(Arguments& arguments) {
-    return arguments.count_is(3) && arguments.single_tensor(0, subject, output) &&
-           arguments.tensor_per_rank(1, output, inputs) && arguments.options(2, layout) &&
-           arguments.reduction(output.dtype, op) &&
+    return arguments.count_is(3) && arguments.options(2, layout) &&
+           arguments.single_tensor(0, subject, output) &&
+           arguments.tensor_per_rank(1, output, inputs) && arguments.reduction(output.dtype, op) &&
            !is_misplaced(output.address, inputs, output.bytes(), arguments.rank());
   }
   Status run(Core& core, const Bounds& bounds) const {
@@ -316,7 +317,7 @@ struct AllGatherSingle : PairCollective {
   std::vector<Address> parts;
 
   bool parse(Arguments& arguments) {
-    if (!arguments.count_is(3) || !parse_pair(arguments) || !arguments.options(2, layout) ||
+    if (!arguments.count_is(3) || !arguments.options(2, layout) || !parse_pair(arguments) ||
         output.count != input.count * static_cast<std::size_t>(arguments.ranks())) {
       return false;
     }
@@ -335,7 +336,7 @@ struct ReduceScatterSingle : PairCollective {
   std::vector<Address> parts;
 
   bool parse(Arguments& arguments) {
-    if (!arguments.count_is(3) || !parse_pair(arguments) || !arguments.options(2, layout) ||
+    if (!arguments.count_is(3) || !arguments.options(2, layout) || !parse_pair(arguments) ||
         input.count != output.count * static_cast<std::size_t>(arguments.ranks()) ||
         !arguments.reduction(output.dtype, op)) {
       return false;
@@ -360,7 +361,7 @@ struct AllToAllSingle : PairCollective {
   bool parse(Arguments& arguments) {
     const auto ranks = static_cast<std::size_t>(arguments.ranks());
     if (!arguments.count_is(5) || !is_empty(arguments[2]) || !is_empty(arguments[3]) ||
-        !parse_pair(arguments) || !arguments.options(4, layout) || output.count != input.count ||
+        !arguments.options(4, layout) || !parse_pair(arguments) || output.count != input.count ||
         !input.has_rows_for(ranks) || !output.has_rows_for(ranks) ||
         (output.address < input.address + input.bytes() &&
          input.address < output.address + output.bytes())) {
@@ -421,11 +422,11 @@ struct SingleMessage {
   int peer = -1;
   int tag = 0;
 
-  bool parse(Arguments& arguments) {
+  bool parse_message(Arguments& arguments) {
     constexpr long kTags = 1L << 31;
-    return arguments.count_is(3) && arguments.single_tensor(0, subject, data) &&
+    return arguments.count_is(3) && caller_waits() && arguments.single_tensor(0, subject, data) &&
            Arguments::integer(arguments[1], arguments.ranks(), peer) &&
-           Arguments::integer(arguments[2], kTags, tag) && caller_waits();
+           Arguments::integer(arguments[2], kTags, tag);
   }
   static double timeout(const Arguments&, double unset) { return unset; }
   PyObject* fail(PyObject* group, const nb::object& status, const char* name,
@@ -452,6 +453,7 @@ struct SingleMessage {
 struct Send : SingleMessage {
   static constexpr const char* kName = "send";
 
+  bool parse(Arguments& arguments) { return parse_message(arguments); }
   Status run(Core& core, const Bounds& bounds) const {
     const auto message =
         core.mailbox.send(pointer(data.address), data.count, data.dtype, peer, tag, false);
@@ -463,7 +465,7 @@ struct Recv : SingleMessage {
   static constexpr const char* kName = "recv";
 
   bool parse(Arguments& arguments) {
-    return SingleMessage::parse(arguments) &&
+    return parse_message(arguments) &&
            arguments.unexpected_peak() <= environment().unexpected_limit;
   }
   Status run(Core& core, const Bounds& bounds) const {
@@ -515,8 +517,7 @@ PyObject* call_directly(PyObject* self, PyObject* const* values, Py_ssize_t coun
   const nb::object membership = nb::steal(PyObject_GetAttr(self, name));
   const OperationState* state = state_of(membership.ptr());
   if (state == nullptr || !state->is_direct || state->pending != 0 ||
-      Py_TYPE(state->native.ptr()) != group_type || !are_expected<Operation>(names) ||
-      is_observed()) {
+      Py_TYPE(state->native.ptr()) != group_type || !are_expected<Operation>(names)) {
     return nullptr;
   }
   const nb::object native = state->native;  // another thread may leave the group meanwhile
@@ -528,7 +529,7 @@ PyObject* call_directly(PyObject* self, PyObject* const* values, Py_ssize_t coun
   const Py_ssize_t all = count + (names == nullptr ? 0 : PyTuple_Size(names));
   Arguments arguments(*core, values, all);
   Operation operation;
-  if (!operation.parse(arguments)) {
+  if (!operation.parse(arguments) || is_observed()) {
     return nullptr;
   }
   const double seconds = operation.timeout(arguments, state->timeout);
@@ -576,7 +577,7 @@ void install(nb::handle group_class, std::initializer_list<const char*> method_n
 
 // The same for an operation whose options are known: [class, positions of the fields].
 template <class Operation>
-void install(nb::handle group_class, nb::dict layouts,
+void install(nb::handle group_class, const nb::dict& layouts,
              std::initializer_list<const char*> method_names) {
   if (!layouts.contains(Operation::kName)) {
     return;
@@ -591,7 +592,7 @@ void install(nb::handle group_class, nb::dict layouts,
   install<Operation>(group_class, method_names);
 }
 
-void install_direct_calls(nb::handle group_class, nb::dict layouts) {
+void install_direct_calls(nb::handle group_class, const nb::dict& layouts) {
   install<Barrier>(group_class, layouts, {"barrier"});
   install<Broadcast>(group_class, layouts, {"broadcast"});
   install<AllReduce>(group_class, layouts, {"allreduce"});
@@ -609,9 +610,9 @@ void install_direct_calls(nb::handle group_class, nb::dict layouts) {
   install<Recv>(group_class, {"recv"});
 }
 
-void set_environment(nb::list observers, const std::vector<int>& ops, nb::object done,
-                     nb::list blocking, std::size_t unexpected_limit, nb::object fail_collective,
-                     nb::object fail_message) {
+void set_environment(const nb::list& observers, const std::vector<int>& ops, nb::object done,
+                     const nb::list& blocking, std::size_t unexpected_limit,
+                     nb::object fail_collective, nb::object fail_message) {
   Environment& all = environment();
   for (const nb::handle each : observers) {
     all.observers.push_back(nb::borrow(each));

@@ -14,12 +14,15 @@ std::int64_t number_at(const std::byte* memory, int position, int size) {
 
 }  // namespace
 
-int find_field(nb::list objects, const std::vector<std::int64_t>& values, int size) {
+int find_field(const nb::list& objects, const std::vector<std::int64_t>& values, int size) {
   std::vector<const std::byte*> memories;
-  std::size_t bytes = objects.size() == 0 ? 0 : SIZE_MAX;
+  std::size_t bytes = SIZE_MAX;
   for (const nb::handle object : objects) {
     memories.push_back(memory_of(object.ptr()));
     bytes = std::min(bytes, malloc_usable_size(const_cast<std::byte*>(memories.back())));
+  }
+  if (memories.empty()) {
+    return -1;
   }
   int found = -1;
   for (int position = 0; position + size <= static_cast<int>(bytes); position += size) {

@@ -38,6 +38,6 @@ Number field_at(const std::byte* memory, int position) {
 
 // Returns the position of the field of `size` bytes (1 or 8) that has `values` in `objects`, all of
 // one class bound by pybind11; -1 if there is not exactly one.
-int find_field(nb::list objects, const std::vector<std::int64_t>& values, int size);
+int find_field(const nb::list& objects, const std::vector<std::int64_t>& values, int size);
 
 }  // namespace phalanx::bindings

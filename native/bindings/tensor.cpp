@@ -106,7 +106,8 @@ bool is_complex(DType dtype) { return dtype == DType::complex64 || dtype == DTyp
 
 }  // namespace
 
-bool set_tensor_api(nb::handle capsule, nb::tuple types, nb::handle is_neg, nb::handle is_conj) {
+bool set_tensor_api(nb::handle capsule, const nb::tuple& types, nb::handle is_neg,
+                    nb::handle is_conj) {
   const auto* table =
       static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   if (table == nullptr) {

@@ -23,7 +23,8 @@ struct Operand {
 
 // Sets torch's table, `torch.Tensor.__dlpack_c_exchange_api__`, and the classes and functions of
 // torch that its tensors are checked with. Returns false if the table has another version.
-bool set_tensor_api(nb::handle capsule, nb::tuple types, nb::handle is_neg, nb::handle is_conj);
+bool set_tensor_api(nb::handle capsule, const nb::tuple& types, nb::handle is_neg,
+                    nb::handle is_conj);
 
 // Reads a tensor that the core can use as it is. Returns false for all others: other layouts,
 // devices, dtypes and classes, tensors with gaps, and views that negate or conjugate. Python's

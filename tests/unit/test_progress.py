@@ -5,9 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from phalanx import _native
 from phalanx.backend.membership import CollectiveThread
 
 LIMIT = 10.0
+
+
+class State(_native.OperationState):
+    """The part of a membership that its thread uses."""
 
 
 def submit_during_call(thread: CollectiveThread, before_start: Callable[[], None]) -> list[str]:
@@ -25,18 +30,20 @@ def submit_during_call(thread: CollectiveThread, before_start: Callable[[], None
     before_start()
     start.set()
     assert thread.stop(LIMIT)
-    assert thread.pending == 0
+    assert thread._state.pending == 0
     return order
 
 
 def test_submitted_call_completes_before_caller_continues() -> None:
-    order = submit_during_call(CollectiveThread("test"), lambda: None)
+    state = State(object(), LIMIT)
+    order = submit_during_call(CollectiveThread("test", state), lambda: None)
     assert order == ["between", "inner", "outer"]
 
 
 def test_thread_stops_after_calls_submitted_by_calls() -> None:
     """If stopped meanwhile, the thread still runs calls submitted from its own thread."""
-    thread = CollectiveThread("test")
+    state = State(object(), LIMIT)
+    thread = CollectiveThread("test", state)
     assert submit_during_call(thread, lambda: stop_soon(thread)) == [
         "between",
         "inner",
