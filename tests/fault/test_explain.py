@@ -132,6 +132,33 @@ def test_while_running_and_after_ctrl_c(scenario: str) -> None:
     check(scenario)
 
 
+LATE_FORWARDER = """
+import time
+
+from phalanx.cli import main
+from phalanx.launcher.output_forwarder import OutputForwarder
+
+step = OutputForwarder.step
+
+def late_step(self, timeout):
+    if timeout:
+        time.sleep(0.3)
+        step(self, timeout)
+
+OutputForwarder.step = late_step
+main()
+"""
+
+
+def test_a_death_that_the_agent_sees_first() -> None:
+    """The agent stops the other ranks before the forwarder has seen which one failed."""
+    command = [sys.executable, "-c", LATE_FORWARDER, *phalanx_run("killed", 2)[len(COMMAND) :]]
+    with start_process(*command) as process:
+        process.communicate(timeout=LIMIT)
+    assert process.returncode not in (0, None)
+    check("killed")
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("scenario", ("killed", "busy", "finished"))
 def test_after_the_end(scenario: str) -> None:

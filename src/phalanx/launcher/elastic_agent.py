@@ -202,6 +202,8 @@ class _Agent(LocalElasticAgent):
         self._processes: dict[int, tuple[int, int]] = {}
         self._output = _RankOutput(forwarder, job.log_files, job.shown_ranks)
         self._stop_time = float("inf")
+        self._unprompted: set[int] = set()
+        """The local ranks that failed before the agent stopped any."""
         self._host_rendezvous = rendezvous
         self._attempt = -1
         self._agreement = Agreement(0, 0, ())
@@ -268,6 +270,7 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._forwarder.reset()
         self._stop_time = float("inf")
+        self._unprompted = set()
         self._output.attempt = self._attempt
         try:
             pids: dict[int, Any] = super()._start_workers(worker_group)
@@ -282,7 +285,7 @@ class _Agent(LocalElasticAgent):
 
     def _record_exit(self, local_rank: int, end: Exit) -> None:
         rank, pid = self._processes[local_rank]
-        self._launcher_log.end(rank, pid, end.code, stopped=end.time > self._stop_time)
+        self._launcher_log.end(rank, pid, end.code, stopped=self._was_stopped(local_rank, end.time))
 
     def _shutdown(self, *args: Any, **options: Any) -> None:
         self._stop_time = min(self._stop_time, time.monotonic())
@@ -303,7 +306,7 @@ class _Agent(LocalElasticAgent):
             end, code = self._forwarder.exits().get(local_rank), handler.proc.returncode
             if code is not None and (end is None or end.code is None):
                 rank, pid = self._processes[local_rank]
-                stopped = end is None or end.time > self._stop_time
+                stopped = self._was_stopped(local_rank, float("inf") if end is None else end.time)
                 self._launcher_log.end(rank, pid, code, stopped=stopped)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -314,13 +317,15 @@ class _Agent(LocalElasticAgent):
             if not self.remote_failure and self._may_have_unknown_cause(worker_group, failures):
                 return RunResult(state=WorkerState.HEALTHY)
             self._stop(failures)
-        before = time.monotonic()
+        before, has_stopped = time.monotonic(), self._stop_time < float("inf")
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.SUCCEEDED and self.coordinator is not None:
             self.coordinator.finish(self._exit_barrier_timeout)
         failed = result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY)
         if not failed and not (self.remote_failure and result.state is WorkerState.SUCCEEDED):
             return result
+        if not has_stopped:  # the forwarder may see later that these ranks have ended
+            self._unprompted = {failure.local_rank for failure in result.failures.values()}
         self._stop_time = min(self._stop_time, before)
         self.failures = self._all_failures(worker_group, result)
         if self.coordinator is not None and self.failures:
@@ -365,6 +370,10 @@ class _Agent(LocalElasticAgent):
         others = self.coordinator or len(self._forwarder.exits()) < group.spec.local_world_size
         return bool(others and may_have_unknown_cause(failures))
 
+    def _was_stopped(self, local_rank: int, ended_at: float) -> bool:
+        """Return whether the agent stopped a rank that ended at this time (monotonic seconds)."""
+        return ended_at > self._stop_time and local_rank not in self._unprompted
+
     def _failures_so_far(self, worker_group: WorkerGroup) -> list[Failure]:
         return [
             self._failure(worker_group, local_rank, worker_group.workers[local_rank].id, end.code)
@@ -384,7 +393,7 @@ class _Agent(LocalElasticAgent):
         ended_at = end.time if end else time.monotonic()
         rank = worker_group.workers[local_rank].global_rank
         text = excerpt(self._output.tail(local_rank))
-        stopped = ended_at > self._stop_time
+        stopped = self._was_stopped(local_rank, ended_at)
         if end is None or end.code is None:  # the agent reaped the rank first and has its code
             self._launcher_log.end(rank, pid, code, stopped=stopped)
         return Failure(rank, pid, code, ended_at, text, stopped=stopped)
