@@ -36,7 +36,7 @@ struct Environment {
   std::array<std::int8_t, 16> ops{};  // by torch's number of the operator; -1: none
   nb::object done;                    // the work of an operation that has ended
   std::vector<nb::object> blocking;   // the code of the functions that wait for their message
-  std::size_t unexpected_limit = 0;   // of bytes, above which the general recv warns
+  nb::object check_unexpected;        // looks at the memory of unexpected messages
   nb::object fail_collective;
   nb::object fail_message;
 };
@@ -57,8 +57,6 @@ class Arguments {
   PyObject* operator[](int index) const { return values_[index]; }
   int ranks() const { return core_.group.ranks(); }
   int rank() const { return core_.group.rank(); }
-  // The peak number of bytes that unexpected messages took in private memory.
-  std::size_t unexpected_peak() const { return core_.mailbox.unexpected_peak(); }
 
   bool tensor(int index, Operand& operand) const { return read_tensor(values_[index], operand); }
 
@@ -464,14 +462,18 @@ struct Send : SingleMessage {
 struct Recv : SingleMessage {
   static constexpr const char* kName = "recv";
 
-  bool parse(Arguments& arguments) {
-    return parse_message(arguments) &&
-           arguments.unexpected_peak() <= environment().unexpected_limit;
-  }
+  bool parse(Arguments& arguments) { return parse_message(arguments); }
   Status run(Core& core, const Bounds& bounds) const {
     const auto message =
         core.mailbox.recv(pointer(data.address), data.count, data.dtype, peer, tag, false);
     return core.mailbox.wait(*message, bounds);
+  }
+  static void finish(const nb::object& group) {
+    constexpr std::size_t kChecked = std::size_t{1} << 20;
+    const PyGroup& native = *nb::inst_ptr<PyGroup>(group);
+    if (native.core && native.core->mailbox.unexpected_peak() > kChecked) {
+      environment().check_unexpected(group);
+    }
   }
 };
 
@@ -539,6 +541,9 @@ PyObject* call_directly(PyObject* self, PyObject* const* values, Py_ssize_t coun
   });
   if (!status.is_none()) {
     return operation.fail(self, status, Operation::kName, seconds);
+  }
+  if constexpr (requires { Operation::finish(native); }) {
+    Operation::finish(native);
   }
   return nb::object(environment().done).release().ptr();
 }
@@ -611,7 +616,7 @@ void install_direct_calls(nb::handle group_class, const nb::dict& layouts) {
 }
 
 void set_environment(const nb::list& observers, const std::vector<int>& ops, nb::object done,
-                     const nb::list& blocking, std::size_t unexpected_limit,
+                     const nb::list& blocking, nb::object check_unexpected,
                      nb::object fail_collective, nb::object fail_message) {
   Environment& all = environment();
   for (const nb::handle each : observers) {
@@ -625,7 +630,7 @@ void set_environment(const nb::list& observers, const std::vector<int>& ops, nb:
     all.ops[i] = static_cast<std::int8_t>(ops[i]);
   }
   all.done = std::move(done);
-  all.unexpected_limit = unexpected_limit;
+  all.check_unexpected = std::move(check_unexpected);
   all.fail_collective = std::move(fail_collective);
   all.fail_message = std::move(fail_message);
 }
@@ -643,7 +648,7 @@ void bind_direct_calls(nb::module_& module) {
   module.def("set_tensor_api", &set_tensor_api, nb::arg("table"), nb::arg("types"),
              nb::arg("is_neg"), nb::arg("is_conj"));
   module.def("set_direct_call_environment", &set_environment, nb::arg("observers"), nb::arg("ops"),
-             nb::arg("done"), nb::arg("blocking"), nb::arg("unexpected_limit"),
+             nb::arg("done"), nb::arg("blocking"), nb::arg("check_unexpected"),
              nb::arg("fail_collective"), nb::arg("fail_message"));
   module.def("install_direct_calls", &install_direct_calls, nb::arg("group_class"),
              nb::arg("layouts"));

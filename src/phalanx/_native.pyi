@@ -593,7 +593,7 @@ def set_direct_call_environment(
     ops: list[int],
     done: Any,
     blocking: list[Any],
-    unexpected_limit: int,
+    check_unexpected: Callable[[Group], None],
     fail_collective: Callable[..., Any],
     fail_message: Callable[..., Any],
 ) -> None:
@@ -604,7 +604,7 @@ def set_direct_call_environment(
         ops: The core's code by torch's number of an operator; -1 for none.
         done: The result of a direct call.
         blocking: The code objects of functions that wait for the message that they post.
-        unexpected_limit: The peak of unexpected messages, in bytes, up to which a recv is direct.
+        check_unexpected: Called after a recv once unexpected messages have taken 1 MiB.
         fail_collective: Raises the error of a collective.
         fail_message: Raises the error of a message.
     """

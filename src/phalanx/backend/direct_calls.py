@@ -20,7 +20,7 @@ from phalanx import _native, torch_versions
 from phalanx.backend.call_site import call_site
 from phalanx.backend.execution import DONE
 from phalanx.backend.instrumentation import active_mode_count, is_profiling
-from phalanx.backend.messages import UNEXPECTED_BYTES_LIMIT
+from phalanx.backend.messages import check_unexpected
 from phalanx.backend.operands import OP_NAMES, OPS
 
 # The options of each operation: their class, and whether they have a root and an operator.
@@ -57,7 +57,7 @@ def install(group_class: type[dist.ProcessGroup]) -> None:
         ops=[OPS.get(number, -1) for number in range(max(OPS) + 1)],
         done=DONE,
         blocking=[inspect.unwrap(function).__code__ for function in _BLOCKING],
-        unexpected_limit=UNEXPECTED_BYTES_LIMIT,
+        check_unexpected=check_unexpected,
         fail_collective=_fail_collective,
         fail_message=_fail_message,
     )

@@ -39,7 +39,7 @@ _BLOCKING_CODES = frozenset(inspect.unwrap(call).__code__ for call in (dist.send
 # The result of a blocking call. Only PyTorch sees it, and waits for it.
 _DONE = FinishedWork([])
 # Bytes of private memory for messages that arrive before their recv, above which a warning is due.
-UNEXPECTED_BYTES_LIMIT = 256 * 2**20
+_UNEXPECTED_BYTES_LIMIT = 256 * 2**20
 
 
 class Messages:
@@ -200,7 +200,12 @@ def _check_tag(tag: int, name: str) -> None:
 
 def _finish_recv(native: _native.Group, tensor: torch.Tensor, flat: torch.Tensor) -> None:
     copy_back(tensor, flat)
-    if native.unexpected_peak > UNEXPECTED_BYTES_LIMIT:
+    check_unexpected(native)
+
+
+def check_unexpected(native: _native.Group) -> None:
+    """Warn once if messages that arrived before their recv took much memory."""
+    if native.unexpected_peak > _UNEXPECTED_BYTES_LIMIT:
         warn_once(
             "early",
             f"{native.unexpected_peak >> 20} MiB of messages arrived before their recv, and "
