@@ -30,7 +30,7 @@ def submit_during_call(thread: CollectiveThread, before_start: Callable[[], None
     before_start()
     start.set()
     assert thread.stop(LIMIT)
-    assert thread._state.pending == 0
+    assert thread._state().pending == 0
     return order
 
 
@@ -49,6 +49,19 @@ def test_thread_stops_after_calls_submitted_by_calls() -> None:
         "inner",
         "outer",
     ]
+
+
+def test_a_call_may_release_the_membership() -> None:
+    """The thread counts the end of a call whose operation held the last reference."""
+    states, failures = [State(object(), LIMIT)], []
+    hook, threading.excepthook = threading.excepthook, failures.append
+    try:
+        thread = CollectiveThread("test", states[0])
+        thread.submit(states.clear)
+        assert thread.stop(LIMIT)
+    finally:
+        threading.excepthook = hook
+    assert not failures
 
 
 def stop_soon(thread: CollectiveThread) -> None:

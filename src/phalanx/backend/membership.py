@@ -98,7 +98,8 @@ class CollectiveThread:
 
     def __init__(self, name: str, state: _native.OperationState) -> None:
         self._name = name
-        self._state = weakref.proxy(state)
+        # The membership holds this object. Callers and queued operations keep it alive.
+        self._state: Callable[[], Any] = weakref.ref(state)
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -110,7 +111,7 @@ class CollectiveThread:
         calls queued before have ended on return. A callback may thus wait for its own operations.
         """
         with self._lock:
-            self._state.pending += 1
+            self._state().pending += 1
             self._queue.put(call)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -120,7 +121,7 @@ class CollectiveThread:
 
     def drain(self) -> None:
         """Block until all calls queued before have ended, each within its own deadline."""
-        if self._thread is not None and self._state.pending:
+        if self._thread is not None and self._state().pending:
             drained = threading.Event()
             self.submit(drained.set)
             drained.wait()
@@ -150,9 +151,10 @@ class CollectiveThread:
             self._queue.put(None)
 
     def _execute(self, call: Callable[[], None]) -> None:
+        state = self._state()  # a call may release the last other reference to the membership
         call()
         with self._lock:
-            self._state.pending -= 1
+            state.pending -= 1
 
 
 class MessageThread:
