@@ -4,8 +4,8 @@
 of three parts: the membership of this rank with the group's threads (`membership`), an executor of
 collectives (`execution`), and messages (`messages`). The methods check arguments (`collectives`,
 `operands`, `options`). Before most of them stands a native method, which runs blocking operations
-on plain tensors at once (`direct_calls`). The parts run each operation in the caller's thread, or in
-the group's threads with a work and its futures (`work`). `cuda` handles CUDA tensors.
+on plain tensors at once (`direct_calls`). The parts run each operation in the caller's thread, or
+in the group's threads with a work and its futures (`work`). `cuda` handles CUDA tensors.
 `instrumentation` shows operations to PyTorch's profiler and to dispatch modes.
 
 When the core reports a failure, `failure` describes it with the user's `call_site`, and
