@@ -212,6 +212,11 @@ void FlightRecorder::end(int slot, const Record& record) {
   }
 }
 
+void FlightRecorder::record(Record& record) {
+  record.number = layout_->header.operations_begun.fetch_add(1, std::memory_order_relaxed) + 1;
+  end(-1, record);
+}
+
 void FlightRecorder::report(std::int64_t step, std::optional<double> loss, std::string_view note) {
   const std::lock_guard lock(mutex_);
   const std::uint64_t number = layout_->header.reports.load(std::memory_order_relaxed) + 1;

@@ -36,17 +36,14 @@ std::int32_t rank_in(std::uint64_t word, int shift) {
   return static_cast<std::int32_t>(word >> shift & kRankBits) - 1;
 }
 
-// The time that a thread waits for the lock before it checks deadline, signals and the group.
-constexpr auto kLockSlice = std::chrono::milliseconds(10);
-
 }  // namespace
 
 Group::Group(std::unique_ptr<Segment> segment, int rank, std::uint16_t entry)
     : segment_(std::move(segment)),
       rank_(rank),
-      spin_policy_(segment_->ranks()),
       processes_(static_cast<std::size_t>(segment_->ranks())),
-      arenas_(static_cast<std::size_t>(segment_->ranks())) {
+      arenas_(static_cast<std::size_t>(segment_->ranks())),
+      spin_policy_(segment_->ranks()) {
   RankControl& own = segment_->control(rank_);
   own.pid.store(getpid(), std::memory_order_relaxed);
   own.recorder_descriptor.store(recorder_ == nullptr ? -1 : recorder_->descriptor(),
@@ -79,50 +76,6 @@ Status Group::connect() {
   return {};
 }
 
-Status Group::enter_collective(Fingerprint own, const Bounds& bounds) {
-  if (const Status status = failure(); !status.ok()) {
-    return refuse(own, bounds, status);
-  }
-  own.sequence = begin_collective(own, bounds);
-  ++entries_;
-  PHALANX_STEP("enter: publish the fingerprint");
-  segment_->control(rank_).fingerprints[entries_ & 1].store(own);
-  advance();
-  entry_step_ = step_;
-  for (int peer = 0; peer < ranks(); ++peer) {
-    if (peer == rank_) {
-      continue;
-    }
-    if (const Status status = wait_step(peer, entry_step_, bounds); !status.ok()) {
-      return status;
-    }
-    PHALANX_STEP("enter: compare");
-    const Fingerprint theirs = segment_->control(peer).fingerprints[entries_ & 1].load();
-    if (theirs != own) {
-      return fail_collective(Status{
-          .code = Code::mismatch, .peer = peer, .reporter = rank_, .mine = own, .theirs = theirs});
-    }
-  }
-  return {};
-}
-
-Status Group::prepare(const Fingerprint& own, const Bounds& bounds, bool staging) {
-  if (const Status status = failure(); !status.ok()) {
-    return refuse(own, bounds, status);
-  }
-  if (!staging || staging_ready_) {
-    return {};
-  }
-  PHALANX_STEP("prepare: prefault");
-  Status status = prefault(segment_->staging(rank_, 0), 2 * segment_->chunk_bytes());
-  if (!status.ok()) {
-    status.reporter = rank_;
-    return refuse(own, bounds, abort(status));
-  }
-  staging_ready_ = true;
-  return {};
-}
-
 std::byte* Group::map_peer(int owner, const ArenaLocation& location, Status& status) {
   if (owner == rank_ || pid(owner) == getpid()) {
     const Arena* arena = Arena::own(status);
@@ -136,49 +89,32 @@ std::byte* Group::map_peer(int owner, const ArenaLocation& location, Status& sta
     // owner may be exiting, since it closes its files first.
     if (is_lost(owner)) {
       view = nullptr;
-      status = Status{.code = Code::peer_lost, .mine = current_};
+      status = Status{.code = Code::peer_lost};
     }
   }
   if (!view) {
     status.peer = owner;
     status.reporter = rank_;
-    status = fail_collective(status);
+    status = fail_collective({status, current_});
     return nullptr;
   }
   return view->at(location.offset);
 }
 
-void Group::advance() {
+void Group::advance_to(std::uint64_t step) {
   RankControl& own = segment_->control(rank_);
+  step_ = step;
   PHALANX_STEP("advance: publish the step");
-  // Publishes all earlier writes. Pairs with the load in wait_step; seq_cst rather than release,
-  // for the sake of notify.
-  own.step.store(++step_, std::memory_order_seq_cst);
+  // Publishes all earlier writes. Pairs with the load in wait_step.
+  own.step.store(step, std::memory_order_release);
   notify(own.step_event);
 }
 
 Status Group::wait_step(int peer, std::uint64_t target, const Bounds& bounds) {
-  RankControl& control = segment_->control(peer);
-  // Pairs with the store in advance.
-  const auto ready = [&] { return control.step.load(std::memory_order_seq_cst) >= target; };
-  if (ready()) {
-    return {};
-  }
-  begin_wait(peer);
-  const auto check = [&] { return status_while_waiting(peer); };
-  Status status = wait_until(control.step_event, spin_policy_, bounds, ready, check);
-  if (status.ok()) {
-    end_wait(peer, spin_policy_.last_wait());
-    return status;
-  }
-  if (status.code == Code::timeout) {
-    status.peer = peer;
-  }
-  if (status.reporter < 0) {
-    status.reporter = rank_;
-  }
-  status.mine = current_;
-  return fail_collective(status);
+  const RankControl& control = segment_->control(peer);
+  // Pairs with the store in advance_to.
+  const auto ready = [&] { return control.step.load(std::memory_order_acquire) >= target; };
+  return wait_for(peer, bounds, ready);
 }
 
 Status Group::wait_steps(std::uint64_t target, const Bounds& bounds) {
@@ -217,51 +153,53 @@ bool Group::is_awaited() const {
   return true;
 }
 
-Status Group::abort(Status reason, bool wake) {
+Status Group::abort(Failure reason, bool wake) {
   const std::lock_guard lock(aborting_);
   // An interrupted rank reports the interrupt even after another failure, since its own signal
   // handler raised. The fingerprints that this rank has published for an earlier failure stay,
   // since peers read them.
   if (const Status earlier = failure(); !earlier.ok()) {
-    return reason.code == Code::interrupted ? reason : earlier;
+    return reason.status.code == Code::interrupted ? reason.status : earlier;
   }
-  if (reason.code == Code::aborted && is_failing(rank_)) {
+  if (reason.status.code == Code::aborted && is_failing(rank_)) {
     // An exception ends this process, which abandons its operations.
     reason = Status{.code = Code::peer_lost, .peer = rank_, .reporter = rank_};
   }
   RankControl& own = segment_->control(rank_);
   PHALANX_STEP("abort: publish the fingerprints");
-  own.failure_fingerprints[0].store(reason.mine);
-  own.failure_fingerprints[1].store(reason.theirs);
+  own.failure_fingerprints[0].store(PackedFingerprint(reason.mine));
+  own.failure_fingerprints[1].store(PackedFingerprint(reason.theirs));
   std::uint64_t none = 0;
   auto& word = segment_->header().abort_word;
   PHALANX_STEP("abort: claim the abort word");
   // Pairs with the load in failure: a rank that sees the word may read the witness's fingerprints.
-  if (word.compare_exchange_strong(none, pack(reason, rank_), std::memory_order_seq_cst)) {
+  if (word.compare_exchange_strong(none, pack(reason.status, rank_), std::memory_order_seq_cst)) {
     PHALANX_STEP("abort: wake all");
     for (int rank = 0; wake && rank < ranks(); ++rank) {
       notify_always(segment_->control(rank).step_event);
       notify_always(segment_->control(rank).message_event);
     }
-  } else if (reason.code == Code::interrupted) {
-    return reason;
+  } else if (reason.status.code == Code::interrupted) {
+    return reason.status;
   }
   return failure();
 }
 
-Status Group::failure() const {
-  PHALANX_STEP("failure: check the abort word");
+Status Group::unpack(std::uint64_t abort_word) {
+  return {.code = static_cast<Code>(abort_word & 0xff),
+          .peer = rank_in(abort_word, kPeer),
+          .reporter = rank_in(abort_word, kReporter),
+          .error = static_cast<std::int32_t>(abort_word >> kError)};
+}
+
+Failure Group::failure_report() const {
   const std::uint64_t word = segment_->header().abort_word.load(std::memory_order_seq_cst);
   if (word == 0) {
-    return {};
+    return Status{};
   }
   const RankControl& witness = segment_->control(rank_in(word, kWitness));
-  return Status{.code = static_cast<Code>(word & 0xff),
-                .peer = rank_in(word, kPeer),
-                .reporter = rank_in(word, kReporter),
-                .error = static_cast<std::int32_t>(word >> kError),
-                .mine = witness.failure_fingerprints[0].load(),
-                .theirs = witness.failure_fingerprints[1].load()};
+  return {unpack(word), witness.failure_fingerprints[0].load().unpack(),
+          witness.failure_fingerprints[1].load().unpack()};
 }
 
 void Group::leave() {
@@ -331,7 +269,8 @@ Status Group::status_while_waiting(int peer) {
     next_checked_ = (next_checked_ + 1) % ranks();
     const int other = next_checked_;
     const auto is_missing = [&] {
-      return segment_->control(other).step.load(std::memory_order_seq_cst) < entry_step_;
+      // Pairs with the store in Collective::publish.
+      return segment_->control(other).entered.load(std::memory_order_acquire) < entries_;
     };
     if (other == rank_ || other == peer || !is_missing()) {
       continue;
@@ -344,51 +283,11 @@ Status Group::status_while_waiting(int peer) {
   return status;
 }
 
-// ---- the lock of collectives, and their records in the flight recorder ----
+// ---- records in the flight recorder ----
 
-Group::CollectiveLock::CollectiveLock(Group& group, const Bounds& bounds) : group_(group) {
-  if (!group_.collective_mutex_.try_lock()) {
-    status_ = acquire(bounds);
-  }
-}
-
-Group::CollectiveLock::~CollectiveLock() {
-  if (!status_.ok()) {
-    return;
-  }
-  group_.end_record();
-  group_.collective_mutex_.unlock();
-  // A thread that begins to wait at this moment finds the lock free in its next slice.
-  if (group_.collective_waiters_.load(std::memory_order_relaxed) != 0) {
-    group_.collective_released_.notify_one();
-  }
-}
-
-Status Group::CollectiveLock::acquire(const Bounds& bounds) {
-  group_.collective_waiters_.fetch_add(1, std::memory_order_relaxed);
-  Status status;
-  std::mutex own;
-  std::unique_lock lock(own);
-  while (!group_.collective_mutex_.try_lock()) {
-    group_.collective_released_.wait_for(lock, kLockSlice);
-    if (bounds.interrupted != nullptr && bounds.interrupted()) {
-      status = {.code = Code::interrupted, .reporter = group_.rank_};
-    } else if (Clock::now() >= bounds.deadline) {
-      status = {.code = Code::timeout, .peer = group_.rank_, .reporter = group_.rank_};
-    }
-    if (!status.ok()) {
-      status = group_.abort(status);
-      break;
-    }
-  }
-  group_.collective_waiters_.fetch_sub(1, std::memory_order_relaxed);
-  return status;
-}
-
-Record Group::record_of(const Fingerprint& own, const Bounds& bounds) const {
+Record Group::record_of(const Fingerprint& own) const {
   const Caller& caller = current_caller();
-  const bool known = bounds.begin != Clock::time_point{};
-  return {.begin = nanoseconds(known ? bounds.begin : Clock::now()),
+  return {.begin = nanoseconds(Clock::now()),
           .sequence = own.sequence,
           .count = own.count,
           .peer = static_cast<std::int16_t>(own.root),
@@ -400,18 +299,25 @@ Record Group::record_of(const Fingerprint& own, const Bounds& bounds) const {
           .kind = own.kind};
 }
 
-void Group::begin_record(const Fingerprint& own, const Bounds& bounds) {
+void Group::begin_record(const Fingerprint& own) {
   if (recorder_ == nullptr) {
     return;
   }
-  record_ = record_of(own, bounds);
+  record_ = record_of(own);
   longest_wait_ = {};
   longest_wait_rank_ = -1;
   if (entry_ != nullptr) {
     entry_->sequence.store(own.sequence, std::memory_order_relaxed);
   }
-  slot_ = recorder_->begin(record_);
   recording_ = true;
+  published_ = false;
+}
+
+void Group::publish_record() {
+  if (recording_ && !published_) {
+    slot_ = recorder_->begin(record_);
+    published_ = true;
+  }
 }
 
 void Group::set_global_ranks(std::vector<std::int16_t> global_ranks, std::uint64_t identity) {
@@ -419,26 +325,6 @@ void Group::set_global_ranks(std::vector<std::int16_t> global_ranks, std::uint64
   if (entry_ != nullptr) {
     entry_->identity.store(identity, std::memory_order_release);  // as in the constructor
   }
-}
-
-std::uint64_t Group::begin_collective(Fingerprint own, const Bounds& bounds) {
-  if (!composite_) {
-    own.sequence = sequence() + 1;
-    sequence_.store(own.sequence, std::memory_order_relaxed);
-    current_ = own;
-    begin_record(own, bounds);
-  }
-  return sequence();
-}
-
-Status Group::begin_composite(const Fingerprint& own, const Bounds& bounds) {
-  const CollectiveLock lock(*this, bounds);
-  if (!lock.status().ok()) {
-    return lock.status();
-  }
-  const Status status = enter_collective(own, bounds);
-  composite_ = status.ok();
-  return status;
 }
 
 void Group::end_composite(Code outcome) {
@@ -458,29 +344,21 @@ void Group::end_composite_wait(std::int16_t global_rank, Clock::duration waited)
   end_wait_for(global_rank, waited);
 }
 
-Status Group::refuse(Fingerprint own, const Bounds& bounds, const Status& reason) {
-  if (composite_) {
-    return record_outcome(reason);
-  }
-  own.sequence = sequence() + 1;
-  sequence_.store(own.sequence, std::memory_order_relaxed);
-  if (!refused_) {
+Status Group::refuse(const Fingerprint& own, const Status& reason) {
+  if (!composite_ && !refused_) {
     refused_ = true;
-    begin_record(own, bounds);
+    begin_record(own);
   }
   return record_outcome(reason);
 }
 
-void Group::begin_wait(int peer) { begin_wait_for(global_rank(peer)); }
-
 void Group::begin_wait_for(std::int16_t global_rank) {
+  publish_record();
   if (recording_ && slot_ >= 0) {
     record_.waiting_for = global_rank;
     recorder_->waiting_for(slot_, record_);
   }
 }
-
-void Group::end_wait(int peer, Clock::duration waited) { end_wait_for(global_rank(peer), waited); }
 
 void Group::end_wait_for(std::int16_t global_rank, Clock::duration waited) {
   if (!recording_) {
@@ -508,7 +386,11 @@ void Group::end_record() {
   } else {  // the wait failed
     record_.waited = record_.end - record_.begin;
   }
-  recorder_->end(slot_, record_);
+  if (published_) {
+    recorder_->end(slot_, record_);
+  } else {
+    recorder_->record(record_);
+  }
 }
 
 }  // namespace phalanx

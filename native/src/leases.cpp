@@ -208,7 +208,7 @@ void LeaseSegmentView::wait_for_copy(std::uint32_t block, Clock::time_point dead
   };
   SpinPolicy spin_policy(2);
   // The caller sees in the word whether it was in time.
-  (void)wait_until(header().copy_event, spin_policy, {.deadline = deadline}, ready,
+  (void)wait_until(header().copy_event, spin_policy, Bounds{}.within(deadline - Clock::now()), ready,
                    [] { return Status{}; });
 }
 

@@ -170,17 +170,22 @@ Status Mailbox::wait(Message& message, const Bounds& bounds) {
   }();
   auto next_check = Clock::now() + kCheckInterval;
   const auto ready = [&] { return message.done() || try_progress() || message.done(); };
-  const auto peer_status = [&] { return recheck_peers(); };
+  Failure failure = Status{};
+  const auto peer_status = [&] {
+    failure = recheck_peers();
+    return failure.status;
+  };
   Status status;
   // Each wait ends when anything moves, so that a long message is awaited piece by piece.
   while (status.ok() && !message.done()) {
     status = wait_until(message_event(group_.rank()), spin_policy, bounds, ready, peer_status);
     if (status.ok() && !message.done()) {
-      status = check_wait(bounds, next_check);
+      failure = check_wait(bounds, next_check);
+      status = failure.status;
     }
   }
   if (!status.ok()) {
-    status = fail(message, status);
+    status = fail(message, {status, failure.mine});
   }
   {
     const MailboxLock lock(*this);
@@ -230,17 +235,17 @@ bool Mailbox::try_progress() {
   return lock.owns_lock() && progress();
 }
 
-Status Mailbox::check_wait(const Bounds& bounds, Clock::time_point& next_check) {
+Failure Mailbox::check_wait(const Bounds& bounds, Clock::time_point& next_check) {
   const auto now = Clock::now();
-  if (now >= bounds.deadline) {
-    return {.code = Code::timeout};
+  if (now >= bounds.deadline(now)) {
+    return Status{.code = Code::timeout};
   }
   if (now < next_check) {
-    return {};
+    return Status{};
   }
   next_check = now + kCheckInterval;
   if (bounds.interrupted != nullptr && bounds.interrupted()) {
-    return {.code = Code::interrupted};
+    return Status{.code = Code::interrupted};
   }
   return recheck_peers();
 }
@@ -338,69 +343,68 @@ void Mailbox::fail_all(const Status& status) {
 }
 
 // Ends a failed wait, and thereby breaks the group. Returns the status to report.
-Status Mailbox::fail(const Message& message, Status status) {
+Status Mailbox::fail(const Message& message, Failure failure) {
   const MailboxLock lock(*this);
+  Status& status = failure.status;
   if (status.reporter < 0) {  // not the failure of another operation, but the end of this wait
-    status.mine = message.fingerprint();
+    failure.mine = message.fingerprint();
     status.reporter = group_.rank();
     status.peer = message.peer_;
   }
   if (!message.done()) {
-    status = group_.abort(status);
+    status = group_.abort(failure);
     fail_all(status);
   }
   return status;
 }
 
-Status Mailbox::check_peer(int peer) const {
+Failure Mailbox::check_peer(int peer) const {
   const auto index = static_cast<std::size_t>(peer);
   MessagePtr message = incoming_[index].receiver;
   if (!message && !sends_[index].empty()) {
     message = sends_[index].front();
   }
   if (!message && !matching_.has_recv_from(peer)) {
-    return {};
+    return Status{};
   }
-  Status status = group_.peer_status(peer);
-  if (!status.ok()) {
-    status.mine = (message ? message : matching_.any_recv_from(peer))->fingerprint();
+  const Status status = group_.peer_status(peer);
+  if (status.ok()) {
+    return status;
   }
-  return status;
+  return {status, (message ? message : matching_.any_recv_from(peer))->fingerprint()};
 }
 
 // A message of any source cannot come if all others have left, unless this rank may send to itself
 // (record_poster). If one of the others has died, it may have been the intended sender.
-Status Mailbox::check_any_source() const {
+Failure Mailbox::check_any_source() const {
   int left = 0;
-  Status last;
+  Failure last = Status{};
   for (int peer = 0; peer < group_.ranks(); ++peer) {
-    Status status = peer == group_.rank() ? group_.failure() : group_.peer_status(peer);
+    const Status status = peer == group_.rank() ? group_.failure() : group_.peer_status(peer);
     if (status.ok()) {
       continue;
     }
-    status.mine = matching_.any_recv_from(kAnySource)->fingerprint();
+    last = {status, matching_.any_recv_from(kAnySource)->fingerprint()};
     if (status.code != Code::left) {
-      return status;
+      return last;
     }
     ++left;
-    last = status;
   }
-  return left + 1 == group_.ranks() && !may_send_to_self_ && !expects_remote_ ? last : Status{};
+  const bool all_left = left + 1 == group_.ranks();
+  return all_left && !may_send_to_self_ && !expects_remote_ ? last : Status{};
 }
 
-Status Mailbox::check_peers() {
+Failure Mailbox::check_peers() {
   std::erase_if(watched_, [](const MessagePtr& message) { return message->done(); });
   for (const MessagePtr& message : watched_) {
     if (Clock::now() >= message->deadline_) {
-      return {.code = Code::timeout,
-              .peer = message->peer_,
-              .reporter = group_.rank(),
-              .mine = message->fingerprint()};
+      return {{.code = Code::timeout, .peer = message->peer_, .reporter = group_.rank()},
+              message->fingerprint()};
     }
   }
   for (int peer = 0; peer < group_.ranks(); ++peer) {
-    if (const Status status = check_peer(peer); !status.ok()) {
-      return status;
+    if (const Failure failure = check_peer(peer); !failure.status.ok()) {
+      return failure;
     }
   }
   return matching_.has_recv_from(kAnySource) ? check_any_source() : Status{};
@@ -409,10 +413,10 @@ Status Mailbox::check_peers() {
 // The status after a second check. Messages that a peer published before it left or died still
 // count, and may have arrived after the last check of its channel. While anything moves, the wait
 // continues, and there will be another check.
-Status Mailbox::recheck_peers() {
+Failure Mailbox::recheck_peers() {
   const MailboxLock lock(*this);
-  if (const Status status = check_peers(); status.ok() || progress()) {
-    return {};
+  if (check_peers().status.ok() || progress()) {
+    return Status{};
   }
   return check_peers();
 }
@@ -532,7 +536,8 @@ bool Mailbox::begin_message(int peer, Incoming& incoming, const Channel& channel
   incoming.buffer.reset(new (std::nothrow) std::byte[envelope.bytes]);
   if (!incoming.buffer) {
     const int rank = group_.rank();
-    (void)group_.abort({.code = Code::out_of_memory, .reporter = rank, .error = ENOMEM});
+    (void)group_.abort(
+        Status{.code = Code::out_of_memory, .reporter = rank, .error = ENOMEM});
     return false;
   }
   const std::size_t unexpected = matching_.unexpected_bytes() + envelope.bytes;
@@ -608,11 +613,9 @@ bool Mailbox::matches(Message& message, int source, const Envelope& envelope) {
                            .root = group_.rank(),
                            .kind = Kind::send,
                            .dtype = envelope.dtype};
-  (void)group_.abort(Status{.code = Code::mismatch,
-                            .peer = source,
-                            .reporter = group_.rank(),
-                            .mine = message.fingerprint(),
-                            .theirs = theirs});
+  (void)group_.abort({{.code = Code::mismatch, .peer = source, .reporter = group_.rank()},
+                      message.fingerprint(),
+                      theirs});
   return false;
 }
 
@@ -682,13 +685,17 @@ void Mailbox::wake() {
 void Mailbox::service() {
   SpinPolicy spin_policy = SpinPolicy::no_spin();  // computing threads need the core
   const auto ready = [this] { return should_yield() || try_progress(); };
-  const auto peer_status = [this] { return recheck_peers(); };
+  Failure failure = Status{};
+  const auto peer_status = [&] {
+    failure = recheck_peers();
+    return failure.status;
+  };
   while (!should_yield()) {
     const Status status =
         wait_until(message_event(group_.rank()), spin_policy, Bounds{}, ready, peer_status);
     if (!status.ok()) {
       const MailboxLock lock(*this);
-      fail_all(group_.abort(status));
+      fail_all(group_.abort(failure));
     }
   }
 }
@@ -762,7 +769,7 @@ std::int16_t Mailbox::global_rank_of(const Message& message) const {
 void Mailbox::begin_record(Message& message) {
   // Only the first operation that a broken group refuses is recorded; see Group::refuse.
   if (group_.recorder_ != nullptr && failed_.ok()) {
-    message.record_ = group_.record_of(message.fingerprint(), {});
+    message.record_ = group_.record_of(message.fingerprint());
     message.record_.peer = global_rank_of(message);
     message.slot_ = group_.recorder_->begin(message.record_);
   }

@@ -8,24 +8,37 @@ namespace phalanx {
 namespace {
 
 struct Offsets {
-  std::size_t control, inline_buffers, staging, channels, end;
+  std::size_t control, small_rings, large_rings, exchange, channels, end;
 };
 
 constexpr Offsets offsets_for(std::size_t ranks) {
   Offsets o{};
   o.control = kPage;
-  o.inline_buffers = o.control + whole_pages(ranks * sizeof(RankControl));
-  o.staging = o.inline_buffers + ranks * 2 * kInlineBytes;
-  o.channels = o.staging + ranks * kStagingBytes;
+  o.small_rings = o.control + whole_pages(ranks * sizeof(RankControl));
+  o.large_rings = o.small_rings + ranks * kSmallRing;
+  o.exchange = o.large_rings + ranks * kLargeRing;
+  o.channels = o.exchange + (ranks == 2 ? 2 * kExchangeBytes : 0);
   o.end = o.channels + ranks * ranks * sizeof(Channel);
   return o;
 }
-static_assert(offsets_for(2).end == 4096 + 4096 + 2 * 2 * 16384 + 2 * 2097152 + 4 * (4096 + 262144),
+static_assert(offsets_for(2).end == 4096 + 4096 + 2 * (32768 + 2097152) + 2 * 524288 +
+                                        4 * (4096 + 262144) &&
+                  offsets_for(3).end == 4096 + 4096 + 3 * (32768 + 2097152) + 9 * (4096 + 262144),
               "a changed layout needs a new kLayoutVersion");
 
 bool valid(int ranks) { return ranks >= 1 && ranks <= kMaxRanks; }
 
 Status system_error(int error) { return Status{.code = Code::system, .error = error}; }
+
+// Allocates the pages that small collectives need.
+Status prefault_entries(std::byte* base, int ranks) {
+  const Offsets offsets = offsets_for(static_cast<std::size_t>(ranks));
+  Status status = prefault(base, offsets.large_rings);
+  for (std::size_t i = 0; status.ok() && ranks == 2 && i < 2; ++i) {
+    status = prefault(base + offsets.exchange + i * kExchangeBytes, kExchangeReady);
+  }
+  return status;
+}
 
 }  // namespace
 
@@ -48,7 +61,7 @@ std::unique_ptr<Segment> Segment::create(int ranks, std::uint64_t nonce, std::si
   if (memory.base() == nullptr) {
     return nullptr;
   }
-  status = prefault(memory.base(), offsets_for(static_cast<std::size_t>(ranks)).staging);
+  status = prefault_entries(memory.base(), ranks);
   if (!status.ok()) {
     return nullptr;
   }
@@ -97,14 +110,18 @@ RankControl& Segment::control(int rank) const {
   return reinterpret_cast<RankControl*>(base_ + kPage)[rank];
 }
 
-std::byte* Segment::inline_buffer(int rank, std::uint64_t sequence) const {
-  const auto index = 2 * static_cast<std::size_t>(rank) + (sequence & 1);
-  return base_ + offsets_for(header().ranks).inline_buffers + index * kInlineBytes;
+std::byte* Segment::small_ring(int rank) const {
+  return base_ + offsets_for(header().ranks).small_rings +
+         static_cast<std::size_t>(rank) * kSmallRing;
 }
 
-std::byte* Segment::staging(int rank, std::uint64_t chunk) const {
-  const std::size_t start = static_cast<std::size_t>(rank) * kStagingBytes;
-  return base_ + offsets_for(header().ranks).staging + start + (chunk & 1) * chunk_bytes();
+std::byte* Segment::large_ring(int rank) const {
+  return base_ + offsets_for(header().ranks).large_rings +
+         static_cast<std::size_t>(rank) * kLargeRing;
+}
+
+std::byte* Segment::exchange_buffer(std::uint64_t index) const {
+  return base_ + offsets_for(2).exchange + (index & 1) * kExchangeBytes;
 }
 
 Channel& Segment::channel(int source, int destination) const {

@@ -33,16 +33,16 @@ long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
 
 void notify(Event& event) {
   PHALANX_STEP("notify: check for sleepers");
-  // Pairs with the waiter's fetch_add in wait_until.
-  if (event.sleepers.load(std::memory_order_seq_cst) != 0) {
+  // acq_rel: pairs with the waiter's fetch_add in wait_until.
+  if (event.sleepers.fetch_add(0, std::memory_order_acq_rel) != 0) {
     notify_always(event);
   }
 }
 
 void notify_always(Event& event) {
   PHALANX_STEP("notify: change the ticket");
-  // Pairs with the waiter's load of the ticket, and with the kernel's comparison.
-  event.ticket.fetch_add(1, std::memory_order_seq_cst);
+  // acq_rel: pairs with the waiter's load of the ticket, and with the kernel's comparison.
+  event.ticket.fetch_add(1, std::memory_order_acq_rel);
   PHALANX_STEP("notify: wake");
   futex(event.ticket, FUTEX_WAKE, INT_MAX, nullptr);
 }
@@ -86,14 +86,6 @@ void SpinPolicy::record_wait(Clock::duration waited) {
   last_wait_ = waited;
   contended_waits_ = std::max(0, contended_waits_ - 1);
   typical_wait_ += (std::min<Clock::duration>(waited, 4 * kLongestSpin) - typical_wait_) / 8;
-}
-
-void SpinPolicy::pause() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield" ::: "memory");
-#endif
 }
 
 void SpinPolicy::yield() { sched_yield(); }

@@ -75,7 +75,7 @@ class Random {
 };
 
 // No wait of a test is endless: a hang becomes a timeout.
-inline Bounds within(Clock::duration time = 60s) { return {.deadline = Clock::now() + time}; }
+inline Bounds within(Clock::duration time = 60s) { return Bounds{}.within(time); }
 
 // Lets other threads run first, for an unpredictable time; never sleeps.
 inline void random_delay(Random& random) {

@@ -32,23 +32,47 @@ struct Fingerprint {
   Kind kind = Kind::none;
   DType dtype = DType::uint8;
   ReduceOp op = ReduceOp::none;
-  std::uint8_t reserved = 0;
 
   friend bool operator==(const Fingerprint&, const Fingerprint&) = default;
 };
-static_assert(sizeof(Fingerprint) == 24);
 
-// A fingerprint in shared memory. The words are atomic because a rank that reports a failure reads
-// its peers' fingerprints while they may be writing. Ordinary reads come after the acquire load of
-// the step.
+// A fingerprint in two words: the sequence, and all else. Exact for counts below 2^42 (four Ti),
+// which no tensor reaches, and for ranks up to 1022.
+struct PackedFingerprint {
+  std::uint64_t sequence = 0;
+  std::uint64_t rest = 0;
+
+  PackedFingerprint() = default;
+  explicit PackedFingerprint(const Fingerprint& value);
+  Fingerprint unpack() const;
+
+  friend bool operator==(const PackedFingerprint&, const PackedFingerprint&) = default;
+};
+
+// A hash of a fingerprint and of all before it, whose hash is `history`.
+std::uint64_t extend_history(std::uint64_t history, const PackedFingerprint& next);
+
+// A fingerprint in shared memory. The words are atomic because a rank that reports a failure, or
+// compares an earlier entry, reads its peers' fingerprints while they may be writing. Ordinary
+// reads come after the acquire load of the entry's number.
 class SharedFingerprint {
  public:
-  void store(const Fingerprint& value);
-  Fingerprint load() const;
+  // Each store is a release: a reader that sees it also sees what its writer did before.
+  void store(const PackedFingerprint& value) {
+    words_[0].store(value.sequence, std::memory_order_release);
+    words_[1].store(value.rest, std::memory_order_release);
+  }
+  PackedFingerprint load() const {
+    PackedFingerprint value;
+    // Pairs with the stores above.
+    value.sequence = words_[0].load(std::memory_order_acquire);
+    value.rest = words_[1].load(std::memory_order_acquire);
+    return value;
+  }
 
  private:
-  std::atomic<std::uint64_t> words_[3];
+  std::atomic<std::uint64_t> words_[2];
 };
-static_assert(sizeof(SharedFingerprint) == 24);
+static_assert(sizeof(SharedFingerprint) == 16);
 
 }  // namespace phalanx

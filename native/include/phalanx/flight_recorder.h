@@ -211,6 +211,8 @@ class FlightRecorder {
   void waiting_for(int slot, const Record& record) { layout_->open[slot].waiting_for(record); }
   // Moves the record to the history.
   void end(int slot, const Record& record);
+  // Numbers and records an operation that has ended, and was never recorded as under way.
+  void record(Record& record);
 
   // For the main thread: sets the number of the operation of a group's thread that it waits for; 0:
   // none. Numbers are unique, so no order with the records is needed.

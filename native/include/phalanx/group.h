@@ -1,9 +1,5 @@
-// One rank's view of its group on this host: the segment, its peers' processes, and the
-// synchronisation at the entry of every collective.
-//
-// All collectives build on this invariant: a rank that has entered operation k knows that all of
-// its peers have finished operation k - 1. So staging areas are free once a collective is entered,
-// and the inline buffers, two per rank, may be filled before.
+// One rank's view of its group on this host: the segment, its peers' processes, failures, and the
+// waits for its peers. Collectives (collective.h) and messages (mailbox.h) are built on it.
 #pragma once
 
 #include <atomic>
@@ -25,8 +21,6 @@ namespace phalanx {
 
 class Group {
  public:
-  class CollectiveLock;
-
   // `segment` is not shared within this process. The rank is present from now on. `entry`: the
   // group's entry in the flight recorder, if it exists already; 0: none.
   Group(std::unique_ptr<Segment> segment, int rank, std::uint16_t entry = 0);
@@ -53,14 +47,6 @@ class Group {
                                              : global_ranks_[static_cast<std::size_t>(rank)];
   }
 
-  // Enters the next collective: publishes `own` (the sequence is filled in), waits for all peers to
-  // enter theirs, and compares. Everything that this rank wrote before is visible to its peers
-  // afterwards.
-  Status enter_collective(Fingerprint own, const Bounds& bounds);
-  // Comes before enter_collective for `own`, and before this rank's inline buffer is filled.
-  // Refuses a broken group: a peer that was left behind may still read that buffer. With `staging`,
-  // this rank's staging area is backed by pages when this returns ok.
-  Status prepare(const Fingerprint& own, const Bounds& bounds, bool staging);
   // Enters the composite collective `own`. Until `end_composite`, the operations of this rank are
   // parts of it, as are transfers between hosts: they have no records of their own, and share its
   // number. The caller ensures that no other thread runs operations.
@@ -70,19 +56,12 @@ class Group {
   // host, by its global rank.
   void begin_composite_wait(std::int16_t global_rank);
   void end_composite_wait(std::int16_t global_rank, Clock::duration waited);
-  // This rank's inline buffer for the next collective, to be filled before it is entered.
-  std::byte* next_inline_buffer() const { return inline_buffer(rank_, entries_ + 1); }
-  // A rank's inline buffer of the collective that has been entered.
-  std::byte* current_inline_buffer(int rank) const { return inline_buffer(rank, entries_); }
 
-  // Returns an address in the arena of `owner`, as this process sees it. Maps the arena on first
-  // use; null and a broken group if that fails. The caller holds the collective lock.
-  std::byte* map_peer(int owner, const ArenaLocation& location, Status& status);
-
-  // Steps order the phases of an operation: all ranks advance in the same order, and wait until a
+  // Steps order the phases of collectives: all ranks advance in the same order, and wait until a
   // peer has advanced at least to `target`.
   std::uint64_t step() const { return step_; }
-  void advance();
+  void advance() { advance_to(step_ + 1); }
+  void advance_to(std::uint64_t step);
   Status wait_step(int peer, std::uint64_t target, const Bounds& bounds);
   // The same for all peers.
   Status wait_steps(std::uint64_t target, const Bounds& bounds);
@@ -96,11 +75,18 @@ class Group {
   // Breaks the group on all its ranks. The first failure wins, and all ranks report it. Returns the
   // status to report here. Without `wake`, sleepers notice when their slice ends, which leaves time
   // to break other groups first.
-  Status abort(Status reason, bool wake = true);
+  Status abort(Failure reason, bool wake = true);
   // Returns the status of a collective that failed: breaks the group, and records the outcome.
-  Status fail_collective(const Status& reason) { return record_outcome(abort(reason)); }
+  Status fail_collective(const Failure& reason) { return record_outcome(abort(reason)); }
   // Ok, or the reason why the group is broken.
-  Status failure() const;
+  Status failure() const {
+    PHALANX_STEP("failure: check the abort word");
+    // Pairs with the compare-and-swap in abort.
+    const std::uint64_t word = segment_->header().abort_word.load(std::memory_order_seq_cst);
+    return word == 0 ? Status{} : unpack(word);
+  }
+  // The same with the fingerprints.
+  Failure failure_report() const;
   // Announces that an exception ends this process: for its peers it is lost from now on. A process
   // with several groups announces it in all of them before it wakes the waiters.
   void fail(bool wake);
@@ -123,26 +109,35 @@ class Group {
   }
   // Ok while `peer` may still come: it has not left, is not dead, and the group is not broken.
   Status peer_status(int peer) const;
-  // The same for an operation that waits for `peer`. A rank that will never enter the collective
-  // ends it at once, even if `peer` is late to report that.
-  Status status_while_waiting(int peer);
 
  private:
+  friend class Collective;
   friend class Mailbox;
 
+  static Status unpack(std::uint64_t abort_word);
   // Whether `peer` is dead or dying, without having left.
   bool is_lost(int peer) const;
-  Record record_of(const Fingerprint& own, const Bounds& bounds) const;
-  // Returns the number of the collective that begins; for a part of a composite, that of the
-  // composite.
-  std::uint64_t begin_collective(Fingerprint own, const Bounds& bounds);
-  // Begins the flight recorder's record of a collective.
-  void begin_record(const Fingerprint& own, const Bounds& bounds);
+  void announce(Presence presence, bool wake);
+  // The status for a collective that waits for `peer`. A rank that will never enter the collective
+  // ends it at once, even if `peer` is late to report that.
+  Status status_while_waiting(int peer);
+  // Waits until `ready()`, which `peer` makes true and announces on its step event.
+  template <class Ready>
+  Status wait_for(int peer, const Bounds& bounds, Ready&& ready);
+  // Returns an address in the arena of `owner`, as this process sees it. Maps the arena on first
+  // use; null and a broken group if that fails. The caller holds the collective lock.
+  std::byte* map_peer(int owner, const ArenaLocation& location, Status& status);
+
+  Record record_of(const Fingerprint& own) const;
+  // Begins the flight recorder's record of a collective. It is published as under way when the
+  // collective waits for a peer, or copies much: most small collectives end before that.
+  void begin_record(const Fingerprint& own);
+  void publish_record();
   // Refuses a collective because the group is broken. Only the first refusal is recorded: endless
   // attempts must not push earlier records out of the flight recorder.
-  Status refuse(Fingerprint own, const Bounds& bounds, const Status& reason);
-  void begin_wait(int peer);
-  void end_wait(int peer, Clock::duration waited);
+  Status refuse(const Fingerprint& own, const Status& reason);
+  void begin_wait(int peer) { begin_wait_for(global_rank(peer)); }
+  void end_wait(int peer, Clock::duration waited) { end_wait_for(global_rank(peer), waited); }
   void begin_wait_for(std::int16_t global_rank);
   void end_wait_for(std::int16_t global_rank, Clock::duration waited);
   // Records the outcome of the collective, which may be ok even if another one breaks the group
@@ -152,61 +147,72 @@ class Group {
     return status;
   }
   void end_record();
-  void announce(Presence presence, bool wake);
-
-  std::byte* inline_buffer(int rank, std::uint64_t entry) const {
-    return segment_->inline_buffer(rank, entry);
-  }
 
   std::unique_ptr<Segment> segment_;
   int rank_;
-  Fingerprint current_;
-  std::atomic<std::uint64_t> sequence_ = 0;  // writer: the holder of the collective lock
-  std::uint64_t entries_ = 0;  // collectives entered by this rank, including parts of composites
-  bool composite_ = false;
-  std::vector<std::int16_t> global_ranks_;
-  std::uint64_t step_ = 0;
-  std::uint64_t entry_step_ = 0;  // the step of the last entry
-  int next_checked_ = 0;          // the rank that status_while_waiting checks next
-  bool staging_ready_ = false;
-  bool left_ = false;
-  std::mutex collective_mutex_;              // held by the running collective
-  std::atomic<int> collective_waiters_ = 0;  // writers: threads that wait for the mutex
-  std::condition_variable_any collective_released_;
-  std::mutex aborting_;  // a thread that moves messages may fail during a collective
-  SpinPolicy spin_policy_;
   std::vector<Process> processes_;                        // by rank; this rank's is not open
   std::vector<std::shared_ptr<const ArenaView>> arenas_;  // by rank, null until first mapped
+  std::vector<std::int16_t> global_ranks_;
+  bool left_ = false;
+  std::mutex aborting_;  // a thread that moves messages may fail during a collective
+
+  // The lock of the running collective, which guards the rest; see Collective.
+  std::mutex collective_mutex_;
+  std::atomic<int> collective_waiters_ = 0;  // writers: threads that wait for the mutex
+  std::condition_variable_any collective_released_;
+  std::atomic<std::uint64_t> sequence_ = 0;  // writer: the holder of the lock
+  Fingerprint current_;
+  bool composite_ = false;
+  std::uint64_t step_ = 0;
+  std::uint64_t entries_ = 0;      // collectives entered by this rank, parts of composites included
+  std::uint64_t all_entered_ = 0;  // the entry that all peers are known to have made, or a later one
+  std::uint64_t history_ = 0;      // a hash of all fingerprints entered
+  std::uint64_t exchanges_ = 0;    // uses of the exchange buffers
+  // The ends of the pieces in this rank's rings, by entry; see Collective::reserve.
+  struct Piece {
+    std::size_t begin = 0;
+    std::size_t end = 0;
+  };
+  Piece pieces_[2][kEntries];
+  std::size_t ring_positions_[2] = {0, 0};
+  bool large_ring_ready_ = false;
+  bool exchange_ready_ = false;
+  int next_checked_ = 0;  // the rank that status_while_waiting checks next
+  SpinPolicy spin_policy_;
 
   FlightRecorder* recorder_ = FlightRecorder::own();
   std::uint16_t recorder_group_ = 0;
   GroupEntry* entry_ = nullptr;
-  // The collective under way; guarded by collective_mutex_.
+  // The collective under way.
   Record record_;
   int slot_ = -1;  // in the flight recorder
   bool recording_ = false;
+  bool published_ = false;
   bool refused_ = false;
   Clock::duration longest_wait_{};
   std::int16_t longest_wait_rank_ = -1;
 };
 
-// The lock of a running collective, so that those of one group run one at a time. Waits for it no
-// longer than `bounds` allows. Failure to get it breaks the group, as a missing peer would.
-class Group::CollectiveLock {
- public:
-  CollectiveLock(Group& group, const Bounds& bounds);
-  ~CollectiveLock();
-  CollectiveLock(const CollectiveLock&) = delete;
-  CollectiveLock& operator=(const CollectiveLock&) = delete;
-
-  // Ok: the lock is held.
-  const Status& status() const { return status_; }
-
- private:
-  Status acquire(const Bounds& bounds);
-
-  Group& group_;
-  Status status_;
-};
+template <class Ready>
+Status Group::wait_for(int peer, const Bounds& bounds, Ready&& ready) {
+  if (ready()) {
+    return {};
+  }
+  begin_wait(peer);
+  const auto check = [&] { return status_while_waiting(peer); };
+  Status status =
+      wait_until(segment_->control(peer).step_event, spin_policy_, bounds, ready, check);
+  if (status.ok()) {
+    end_wait(peer, spin_policy_.last_wait());
+    return status;
+  }
+  if (status.code == Code::timeout) {
+    status.peer = peer;
+  }
+  if (status.reporter < 0) {
+    status.reporter = rank_;
+  }
+  return fail_collective({status, current_});
+}
 
 }  // namespace phalanx

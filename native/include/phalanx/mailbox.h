@@ -93,9 +93,9 @@ class Mailbox {
   // Without mutex_.
   MessagePtr post(MessagePtr message, bool detached);
   bool try_progress();
-  Status recheck_peers();
-  Status check_wait(const Bounds& bounds, Clock::time_point& next_check);
-  Status fail(const Message& message, Status status);
+  Failure recheck_peers();
+  Failure check_wait(const Bounds& bounds, Clock::time_point& next_check);
+  Status fail(const Message& message, Failure failure);
   void service();
   bool should_yield() const;
   void idle(std::unique_lock<std::mutex>& lock);
@@ -124,9 +124,9 @@ class Mailbox {
   void end_record(Message& message);
   void report(const MessagePtr& message);
   void fail_all(const Status& status);
-  Status check_peers();
-  Status check_peer(int peer) const;
-  Status check_any_source() const;
+  Failure check_peers();
+  Failure check_peer(int peer) const;
+  Failure check_any_source() const;
 
   Group& group_;
   std::mutex mutex_;

@@ -3,11 +3,14 @@
 // One rank creates it. The others open it, and check magic, layout version, size and nonce.
 //
 // Layout, each part on a page boundary:
-//   Header | RankControl x ranks | inline buffers: 2 x ranks | staging: ranks | Channel x ranks^2
-// The creator allocates the pages up to the staging areas at once, some 33 KiB per rank, since
-// entering a collective must not fail for lack of memory. The others are allocated when first used.
+//   Header | RankControl x ranks | small rings: ranks | large rings: ranks
+//   | exchange buffers: 2, if there are two ranks | Channel x ranks^2
+// The creator allocates the pages of the first three parts, some 33 KiB per rank, and the beginning
+// of the exchange buffers at once, since entering a small collective must not fail for lack of
+// memory. The others are allocated when first used.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -20,18 +23,33 @@
 namespace phalanx {
 
 inline constexpr std::uint64_t kMagic = 0x584e414c41485001;  // "\1PHALANX"
-inline constexpr std::uint32_t kLayoutVersion = 2;
+inline constexpr std::uint32_t kLayoutVersion = 3;
 inline constexpr std::size_t kCacheLine = 64;
 inline constexpr int kMaxRanks = 512;
 
-// Payloads up to this size are published beside the fingerprint, with one synchronisation.
-inline constexpr std::size_t kInlineBytes = 16 * 1024;
+constexpr std::size_t whole_lines(std::size_t bytes) {
+  return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+}
+
+// The entries of a rank that its peers may still read: it may be ahead of them by three.
+inline constexpr std::uint64_t kEntries = 4;
+// Data up to this size are a part of the entry itself.
+inline constexpr std::size_t kEntryPayload = 24;
+// Up to this size every rank reads the data of all others. Larger data are combined in slices.
+inline constexpr std::size_t kSmallBytes = 16 * 1024;
 // The unit of transfer: small enough for the caches of a core. If there are more ranks than cores,
 // waiting for a peer takes time slices rather than nanoseconds, and fewer, larger chunks cost less.
 inline constexpr std::size_t kChunkBytes = 256 * 1024;
 inline constexpr std::size_t kOversubscribedChunkBytes = 1024 * 1024;
-// A rank's staging area holds two chunks, so that one is filled while the other is read.
-inline constexpr std::size_t kStagingBytes = 2 * kOversubscribedChunkBytes;
+// A rank stages data in two rings, from which each collective takes one piece. The first is for
+// pieces of up to kSmallPiece bytes, so that a group of small operations needs little memory.
+inline constexpr std::size_t kSmallPiece = 4 * 1024;
+inline constexpr std::size_t kSmallRing = 8 * kSmallPiece;
+inline constexpr std::size_t kLargeRing = 2 * kOversubscribedChunkBytes;
+// The two buffers of a group of two ranks; see Collective::exchange_buffer.
+inline constexpr std::size_t kExchangeBytes = kOversubscribedChunkBytes / 2;
+// The part of each that is allocated at once.
+inline constexpr std::size_t kExchangeReady = kSmallBytes;
 // The capacity of a channel, for messages on their way from one rank to another.
 inline constexpr std::size_t kRingBytes = 256 * 1024;
 
@@ -58,15 +76,29 @@ static_assert(offsetof(Header, abort_word) == kCacheLine);
 // failing: an uncaught exception ends the process, which takes no further part.
 enum class Presence : std::uint32_t { absent = 0, joined = 1, left = 2, failing = 3 };
 
+// The entry of a rank into a collective, in one cache line; writer: the rank. A peer that awaits it
+// reads the rest once it finds the number. A rank writes the next entry to this place only when all
+// peers have entered the collective after this one. Peers that look at an older entry meanwhile
+// check the number before and after; it is 0 while the rest is being written.
+struct alignas(kCacheLine) Entry {
+  std::atomic<std::uint64_t> number;   // counts the rank's entries, from 1
+  SharedFingerprint fingerprint;       // of the collective
+  std::atomic<std::uint64_t> history;  // a hash of all fingerprints up to this one
+  std::uint64_t data;                  // the place of the rank's data; see Collective
+  std::byte payload[kEntryPayload];
+};
+static_assert(sizeof(Entry) == kCacheLine);
+
 struct RankControl {
-  // Line 1, writer: the owner. Read by all peers in every collective.
+  Entry entries[kEntries];  // by number
+  // The rank's progress; writer: the rank.
   alignas(kCacheLine) std::atomic<std::uint64_t> step;
-  SharedFingerprint fingerprints[2];  // of the operation with sequence & 1
-  // Line 2: notified when `step` advances.
+  std::atomic<std::uint64_t> entered;  // the number of its last entry
+  // Notified when an entry is published or `step` advances.
   Event step_event;
-  // Line 3: notified when messages, or space to send them, arrive for the owner.
+  // Notified when messages, or space to send them, arrive for the owner.
   Event message_event;
-  // Line 4, writer: the owner.
+  // The last line; writer: the owner.
   alignas(kCacheLine) std::atomic<std::int32_t> pid;
   std::atomic<Presence> presence;
   SharedFingerprint failure_fingerprints[2];  // both operations, when the owner breaks the group
@@ -74,10 +106,11 @@ struct RankControl {
       recorder_descriptor;  // the owner's descriptor of its flight recorder; -1: none
   std::int32_t reserved;
 };
-static_assert(sizeof(RankControl) == 4 * kCacheLine);
-static_assert(offsetof(RankControl, step_event) == 1 * kCacheLine);
-static_assert(offsetof(RankControl, message_event) == 2 * kCacheLine);
-static_assert(offsetof(RankControl, pid) == 3 * kCacheLine);
+static_assert(sizeof(RankControl) == 8 * kCacheLine);
+static_assert(offsetof(RankControl, step) == 4 * kCacheLine);
+static_assert(offsetof(RankControl, step_event) == 5 * kCacheLine);
+static_assert(offsetof(RankControl, message_event) == 6 * kCacheLine);
+static_assert(offsetof(RankControl, pid) == 7 * kCacheLine);
 
 // Messages from one rank to another: a ring buffer; positions count all bytes ever written.
 struct Channel {
@@ -122,8 +155,13 @@ class Segment {
 
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
   RankControl& control(int rank) const;
-  std::byte* inline_buffer(int rank, std::uint64_t sequence) const;
-  std::byte* staging(int rank, std::uint64_t chunk) const;
+  // A rank's rings, for pieces of up to kSmallPiece bytes and for larger ones. Only the first
+  // large_ring_bytes() of the second are used.
+  std::byte* small_ring(int rank) const;
+  std::byte* large_ring(int rank) const;
+  std::size_t large_ring_bytes() const { return std::min(4 * chunk_bytes(), kLargeRing); }
+  // One of the two exchange buffers of a group of two ranks.
+  std::byte* exchange_buffer(std::uint64_t index) const;
   Channel& channel(int source, int destination) const;
 
  private:

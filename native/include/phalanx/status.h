@@ -27,10 +27,20 @@ struct [[nodiscard]] Status {
   std::int32_t peer = -1;      // the rank that the failure is about
   std::int32_t reporter = -1;  // the rank that detected it
   std::int32_t error = 0;
-  Fingerprint mine{};    // of `reporter`, for mismatch and timeout
-  Fingerprint theirs{};  // of `peer`, for mismatch
 
   bool ok() const { return code == Code::ok; }
+};
+static_assert(sizeof(Status) == 16, "returned in registers");
+
+// The reason why a group is broken.
+struct Failure {
+  Status status;
+  Fingerprint mine;    // of `status.reporter`, for mismatch and timeout
+  Fingerprint theirs;  // of `status.peer`, for mismatch
+
+  // NOLINTNEXTLINE(google-explicit-constructor): most failures have no fingerprints
+  Failure(Status reason, const Fingerprint& own = {}, const Fingerprint& other = {})
+      : status(reason), mine(own), theirs(other) {}
 };
 
 }  // namespace phalanx

@@ -2,9 +2,10 @@
 //
 // The handshake that loses no wake-up (an event count):
 //   waiter:   sleepers += 1; t = ticket; if (!ready()) futex_wait(ticket, t); sleepers -= 1
-//   notifier: make ready() true; if (sleepers != 0) { ticket += 1; futex_wake(ticket) }
-// All five accesses to shared memory are seq_cst. Either the waiter sees ready(), or the notifier
-// sees the sleeper. In the latter case the ticket has changed before the kernel compares it, or the
+//   notifier: make ready() true; if (sleepers += 0) { ticket += 1; futex_wake(ticket) }
+// Waiter and notifier both write `sleepers`, so one of the two writes is first. If the waiter's is,
+// the notifier sees the sleeper. If the notifier's is, the waiter sees all that came before it, and
+// ready() is true. In the former case the ticket has changed before the kernel compares it, or the
 // wake-up finds the waiter asleep. A waiter killed in between leaves `sleepers` too high, which
 // causes needless wake-ups from then on, but never a lost one.
 #pragma once
@@ -20,22 +21,68 @@ namespace phalanx {
 
 using Clock = std::chrono::steady_clock;
 
-// The limits of one call.
-struct Bounds {
-  Clock::time_point deadline = Clock::time_point::max();
-  // The begin of the call; if unset, the time when it is first needed.
-  Clock::time_point begin = {};
+// The limits of one call, and its environment.
+class Bounds {
+ public:
+  // The time that the call may wait, counted from its first wait that is not short.
+  Clock::duration timeout = Clock::duration::max();
   // Called while waiting, some ten times a second and when a signal arrives; true ends the wait.
   bool (*interrupted)() = nullptr;
+  // Called before waits that are not short, and before long copies: other threads of the process
+  // should be able to run meanwhile. A further call does nothing.
+  void (*blocks)() = nullptr;
+
+  Bounds within(Clock::duration time) const {
+    Bounds other = *this;
+    other.timeout = time;
+    return other;
+  }
+  void block() const {
+    if (blocks != nullptr) {
+      blocks();
+    }
+  }
+  Clock::time_point deadline(Clock::time_point now) const {
+    if (deadline_ == Clock::time_point{}) {
+      const bool endless = timeout >= Clock::time_point::max() - now;
+      deadline_ = endless ? Clock::time_point::max() : now + timeout;
+    }
+    return deadline_;
+  }
+
+ private:
+  mutable Clock::time_point deadline_;
 };
 
-// Wakes all sleepers on `event`. The store that makes them ready comes before and is seq_cst.
+// Wakes all sleepers on `event`. The store that makes them ready comes before.
 void notify(Event& event);
 // The same, even if no sleeper is known.
 void notify_always(Event& event);
 
 // The number of processors that this process may run on.
 int usable_cores();
+
+// Lets the processor do something else for some nanoseconds.
+inline void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield" ::: "memory");
+#endif
+}
+
+// Checks `ready` for about a microsecond.
+template <class Ready>
+bool look_briefly(Ready&& ready) {
+  constexpr int kChecks = 32;
+  for (int i = 0; i < kChecks; ++i) {
+    if (ready()) {
+      return true;
+    }
+    pause();
+  }
+  return false;
+}
 
 // Decides how long to spin before sleep. Three things shorten the spin: more ranks than cores;
 // other work on the machine, detected by preemption during a spin (the peer may be waiting for this
@@ -58,7 +105,6 @@ class SpinPolicy {
   Clock::duration last_wait() const { return last_wait_; }
 
  private:
-  static constexpr int kPausesPerCheck = 32;
   // After this time the spin yields the core. If no other thread wants it, that costs half a
   // microsecond.
   static constexpr Clock::duration kYieldAfter = std::chrono::microseconds(10);
@@ -67,7 +113,6 @@ class SpinPolicy {
   // The number of waits for which contention is remembered.
   static constexpr int kContendedWaits = 200;
 
-  static void pause();
   static void yield();
   Clock::duration spin_limit() const;
 
@@ -85,11 +130,8 @@ WakeReason sleep_slice(std::atomic<std::uint32_t>& ticket, std::uint32_t seen);
 
 template <class Ready>
 bool SpinPolicy::spin(Ready&& ready) {
-  for (int i = 0; i < kPausesPerCheck; ++i) {
-    if (ready()) {
-      return true;
-    }
-    pause();
+  if (look_briefly(ready)) {
+    return true;
   }
   const auto start = Clock::now();
   const auto limit = start + spin_limit();
@@ -99,11 +141,8 @@ bool SpinPolicy::spin(Ready&& ready) {
       contended_waits_ = kContendedWaits;
       break;
     }
-    for (int i = 0; i < kPausesPerCheck; ++i) {
-      if (ready()) {
-        return true;
-      }
-      pause();
+    if (look_briefly(ready)) {
+      return true;
     }
     if (oversubscribed_ || now - start >= kYieldAfter) {
       yield();
@@ -123,18 +162,22 @@ Status wait_until(Event& event, SpinPolicy& spin_policy, const Bounds& bounds, R
   if (ready()) {
     return {};
   }
+  bounds.block();
   const auto start = Clock::now();
+  const auto deadline = bounds.deadline(start);
   bool done = spin_policy.spin(ready);
   for (int slice = 1; !done; ++slice) {
     PHALANX_STEP("wait: announce");
-    event.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    // acq_rel: pairs with the read-modify-write in notify.
+    event.sleepers.fetch_add(1, std::memory_order_acq_rel);
     PHALANX_STEP("wait: read the ticket");
-    const auto seen = event.ticket.load(std::memory_order_seq_cst);
+    // acquire: the check comes after it.
+    const auto seen = event.ticket.load(std::memory_order_acquire);
     PHALANX_STEP("wait: check again");
     done = ready();
     const auto woken = done ? WakeReason::by_peer : sleep_slice(event.ticket, seen);
     PHALANX_STEP("wait: awake");
-    event.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    event.sleepers.fetch_sub(1, std::memory_order_acq_rel);
     if (done || ready()) {
       break;
     }
@@ -152,7 +195,7 @@ Status wait_until(Event& event, SpinPolicy& spin_policy, const Bounds& bounds, R
       }
       break;
     }
-    if (Clock::now() >= bounds.deadline) {
+    if (Clock::now() >= deadline) {
       return Status{.code = Code::timeout};
     }
   }

@@ -1,13 +1,11 @@
+#include "phalanx/collective.h"
 #include "phalanx/collectives.h"
 
 namespace phalanx {
 
 Status barrier(Group& group, const Bounds& bounds) {
-  const Group::CollectiveLock lock(group, bounds);
-  if (!lock.status().ok()) {
-    return lock.status();
-  }
-  return group.enter_collective({.kind = Kind::barrier}, bounds);
+  Collective collective(group, {.kind = Kind::barrier}, bounds);
+  return collective.status().ok() ? collective.enter(Peers::all) : collective.status();
 }
 
 }  // namespace phalanx

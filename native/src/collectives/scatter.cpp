@@ -1,65 +1,58 @@
 #include "phalanx/collectives.h"
-#include "pipeline.h"
-#include "zero_copy.h"
+#include "stream.h"
 
 namespace phalanx {
 
 Status scatter(Group& group, const void* const* inputs, void* output, std::size_t count,
                DType dtype, int root, const Bounds& bounds) {
-  const Group::CollectiveLock lock(group, bounds);
-  if (!lock.status().ok()) {
-    return lock.status();
+  Collective collective(
+      group, {.count = count, .root = root, .kind = Kind::scatter, .dtype = dtype}, bounds);
+  Status status = collective.status();
+  if (!status.ok()) {
+    return status;
   }
-  const Fingerprint own{.count = count, .root = root, .kind = Kind::scatter, .dtype = dtype};
   const std::size_t bytes = count * size_of(dtype);
   const int self = group.rank();
-  const auto gives = [root](int rank) { return rank == root; };
-  const auto takes = [root](int rank) { return rank != root; };
-  const Parts parts(group, bytes);  // in the root's buffers
-  const auto fill = [&](std::byte* buffer, Span span) {
-    for (int rank = 0; rank < group.ranks(); ++rank) {
-      if (rank != root) {
-        copy_bytes(parts.of(buffer, rank), at(inputs[rank], span.begin), span.size);
-      }
+  const Chunks chunks(collective, bytes, std::max(1, group.ranks() - 1));
+  // The root's piece begins with the table of locations, if the data may need one.
+  const std::size_t table = chunks.small() ? 0 : LocationTable::bytes_for(group.ranks());
+  if (self == root && table != 0) {
+    status = collective.reserve(table + chunks.piece());
+    if (!status.ok()) {
+      return status;
     }
-  };
-  Status status = group.prepare(own, bounds, !parts.small() && self == root);
-  if (!status.ok()) {
-    return status;
-  }
-  if (parts.small() && self == root) {
-    fill(group.next_inline_buffer(), {0, bytes});
-  } else if (self == root) {
-    SourceLocations(group.next_inline_buffer())
+    LocationTable(collective.data())
         .publish(
-            group.ranks(), [&](int rank) { return inputs[rank]; },
+            collective, [&](int rank) { return inputs[rank]; },
             [&](int rank) { return rank == root ? 0 : bytes; });
   }
-  status = group.enter_collective(own, bounds);
-  if (!status.ok()) {
-    return status;
-  }
-  if (self == root) {
-    deliver(output, inputs[root], bytes, bytes);
-  } else if (parts.small()) {
-    copy_bytes(output, parts.of(group.current_inline_buffer(root), self), bytes);
-  }
-  if (parts.small()) {
-    return status;
-  }
-  if (const ZeroCopySources zero_copy(group, gives); zero_copy.available()) {
-    return zero_copy.copy(self, bounds, takes, [&](int, const std::byte* source) {
-      deliver(output, source, bytes, bytes);
-    });
-  }
-  const Segment& segment = group.segment();
-  return move_chunks(
-      group, bytes, parts.size(), bounds, gives, takes,
-      [&](Span span, std::uint64_t chunk) { fill(segment.staging(root, chunk), span); },
-      [&](int peer, Span span, std::uint64_t chunk) {
-        deliver(at(output, span.begin), parts.of(segment.staging(peer, chunk), self), span.size,
-                bytes);
+  const auto part = [root](int rank) { return rank < root ? rank : rank - 1; };
+  status = stream(
+      collective, chunks, Peers::root, [root](int rank) { return rank == root; },
+      [root](int rank) { return rank != root; },
+      [&](std::byte* piece, std::uint64_t chunk) {
+        const Span span = chunks.span(chunk);
+        for (int rank = 0; rank < group.ranks(); ++rank) {
+          if (rank != root) {
+            copy_bytes(chunks.place(piece + table, chunk, part(rank)), at(inputs[rank], span.begin),
+                       span.size);
+          }
+        }
+      },
+      [&](int, const std::byte* piece, std::uint64_t chunk) {
+        const Span span = chunks.span(chunk);
+        deliver(at(output, span.begin), chunks.place(piece + table, chunk, part(self)), span.size, bytes);
+      },
+      [&](int peer, Status& mapped) {
+        const LocationTable locations(collective.data(peer));
+        if (const std::byte* source = locations.map_source(collective, peer, mapped)) {
+          deliver(output, source, bytes, bytes);
+        }
       });
+  if (status.ok() && self == root) {
+    deliver(output, inputs[root], bytes, bytes);
+  }
+  return status;
 }
 
 }  // namespace phalanx

@@ -1,0 +1,124 @@
+// One collective of a rank, from its begin to its end.
+//
+// A rank begins a collective, finds a place for the data that its peers will read, and enters: it
+// publishes the fingerprint of the collective and the place, and waits for the entries of the peers
+// that it needs. It compares their fingerprints with its own before it reads their data. Larger data
+// follow in phases, which are ordered by the group's steps.
+//
+// A rank that only gives data (the root of a broadcast, all others in a gather) waits for no entry,
+// and may be ahead of its peers by kEntries - 1 collectives. It compares its fingerprints with
+// theirs later: each entry also has a hash of all fingerprints before it.
+//
+// All memory is reused by this rule: a rank that has entered collective k + 1 has finished k. So
+// what a rank has published in k may be overwritten once all peers are known to have entered k + 1.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "phalanx/group.h"
+
+namespace phalanx {
+
+// The peers whose entries a rank waits for.
+enum class Peers : std::uint8_t { none, root, all };
+
+class Collective {
+ public:
+  // Takes the lock of the group's collectives, and refuses a broken group. Failure to get the lock
+  // within `bounds` breaks the group, as a missing peer would. `status()` must be ok to go on.
+  Collective(Group& group, const Fingerprint& own, const Bounds& bounds);
+  ~Collective();
+  Collective(const Collective&) = delete;
+  Collective& operator=(const Collective&) = delete;
+
+  const Status& status() const { return status_; }
+  Group& group() const { return group_; }
+  const Bounds& bounds() const { return bounds_; }
+  int self() const { return group_.rank_; }
+  int ranks() const { return ranks_; }
+
+  // Before the entry: finds a place for `bytes` of this rank's data, to be written to data(). The
+  // place is in the entry itself or in one of the rank's rings.
+  Status reserve(std::size_t bytes);
+  // The same in a group of two ranks, in the buffer from which this rank has read in the previous
+  // exchange: no other rank reads it, and its lines are in this core's cache.
+  Status reserve_exchange(std::size_t bytes);
+  std::byte* data() const { return data_; }
+  // Before the entry: announces that the sources of this rank lie in its arena; where is a matter of
+  // the operation (locations.h). payload(): a place in the entry, which data do not take then.
+  void mark_located() { place_ |= kLocated; }
+  bool is_located() const { return (place_ & kLocated) != 0; }
+  std::byte* payload() const { return entry(self(), group_.entries_ + 1).payload; }
+
+  // Enters the collective. `staged`: whether this rank's first data are in place, or it has none.
+  Status enter(Peers peers, bool staged = true);
+  // The same of a peer whose entry this rank has waited for.
+  const std::byte* data(int peer) const;
+  bool is_located(int peer) const { return (entry(peer, group_.entries_).data & kLocated) != 0; }
+  const std::byte* payload(int peer) const { return entry(peer, group_.entries_).payload; }
+
+  // The step of a rank whose first data are in place. The following phases count from here.
+  std::uint64_t base() const { return base_; }
+  // Waits for the entries of all peers, unless that was done at the entry.
+  Status meet();
+
+  // In a group of two ranks: the buffer of this rank in the current exchange, and that of the peer,
+  // which becomes this rank's own in the next one.
+  std::byte* own_exchange_buffer() const { return exchange_buffer(self()); }
+  std::byte* exchanged() const { return exchange_buffer(1 - self()); }
+  void next_exchange() { ++group_.exchanges_; }
+
+  // An address in the arena of `owner`, as this process sees it; null with a status if it cannot be
+  // mapped.
+  std::byte* map_peer(int owner, const ArenaLocation& location, Status& status) {
+    return group_.map_peer(owner, location, status);
+  }
+  // Call it before a long copy.
+  void block() {
+    bounds_.block();
+    group_.publish_record();
+  }
+  // Returns the status of a collective that failed: breaks the group.
+  Status fail(const Failure& reason) { return group_.fail_collective(reason); }
+
+ private:
+  // The kinds of places, in the low bits of Entry::data; the rest is the offset in a ring.
+  enum Place : std::uint64_t { kNone = 0, kPayload = 1, kSmall = 2, kLarge = 3, kExchange = 4 };
+  static constexpr std::uint64_t kPlaceBits = 7;
+  static constexpr std::uint64_t kLocated = 8;
+
+  Entry& entry(int rank, std::uint64_t number) const {
+    return group_.segment_->control(rank).entries[number % kEntries];
+  }
+  std::byte* exchange_buffer(int rank) const {
+    return group_.segment_->exchange_buffer(group_.exchanges_ + static_cast<std::uint64_t>(rank));
+  }
+  bool has_entered(int peer) const;
+  Status acquire_lock();
+  Status reserve_piece(std::size_t bytes);
+  Status prepare_large_ring();
+  // Waits until all peers have made the entry with this number, and compares.
+  Status ensure_entered(std::uint64_t number);
+  void publish(bool staged);
+  Status wait_for_entry(int peer);
+  Status compare(int peer);
+  Status compare_last(int peer);
+  // Whether a peer's entry is this rank's of the same number; true if it is no longer there.
+  bool agrees(int peer, std::uint64_t number, PackedFingerprint& theirs) const;
+  Status mismatch(int peer, const PackedFingerprint& mine, const PackedFingerprint& theirs);
+
+  Group& group_;
+  const Bounds& bounds_;
+  const int ranks_;
+  Status status_;
+  Fingerprint own_;
+  PackedFingerprint packed_;
+  std::uint64_t place_ = kNone;
+  std::byte* data_ = nullptr;
+  std::uint64_t base_ = 0;
+  bool locked_ = false;
+  bool met_ = false;
+};
+
+}  // namespace phalanx
