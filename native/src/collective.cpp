@@ -34,6 +34,7 @@ Collective::Collective(Group& group, const Fingerprint& own, const Bounds& bound
   }
   const std::uint64_t number = group_.entries_ + 1;
   for (auto& pieces : group_.pieces_) {
+    pieces[group_.entries_ % kEntries].done = group_.step_;
     pieces[number % kEntries] = {};
   }
   // The next entry takes the place of the one kEntries before it.
@@ -45,7 +46,7 @@ Collective::~Collective() {
     return;
   }
   group_.end_record();
-  group_.collective_mutex_.unlock();
+  unlock_and_notify(event());
   // A thread that begins to wait at this moment finds the lock free in its next slice.
   if (group_.collective_waiters_.load(std::memory_order_relaxed) != 0) {
     group_.collective_released_.notify_one();
@@ -53,7 +54,7 @@ Collective::~Collective() {
 }
 
 Status Collective::acquire_lock() {
-  locked_ = group_.collective_mutex_.try_lock();
+  locked_ = try_lock(event());
   if (locked_) {
     return {};
   }
@@ -63,7 +64,7 @@ Status Collective::acquire_lock() {
   Status status;
   std::mutex own;
   std::unique_lock lock(own);
-  while (status.ok() && !(locked_ = group_.collective_mutex_.try_lock())) {
+  while (status.ok() && !(locked_ = try_lock(event()))) {
     group_.collective_released_.wait_for(lock, kLockSlice);
     if (bounds_.interrupted != nullptr && bounds_.interrupted()) {
       status = {.code = Code::interrupted, .reporter = self()};
@@ -103,17 +104,18 @@ Status Collective::reserve_piece(std::size_t bytes) {
   const std::size_t end = begin + bytes;
   const std::uint64_t number = group_.entries_ + 1;
   auto& pieces = group_.pieces_[large];
-  // The last entry whose piece overlaps this one. All before them are free.
+  // The last collective whose piece overlaps this one. All before it have ended everywhere then, as
+  // have those whose entries are gone.
   for (std::uint64_t past = number - 1; past != 0 && past + kEntries > number; --past) {
     const auto& piece = pieces[past % kEntries];
     if (piece.begin < end && begin < piece.end) {
-      if (Status status = ensure_entered(past + 1); !status.ok()) {
+      if (Status status = ensure_finished(past, piece); !status.ok()) {
         return status;
       }
       break;
     }
   }
-  pieces[number % kEntries] = {begin, end};
+  pieces[number % kEntries] = {begin, end, 0};
   position = end;
   place_ |= begin | (large ? kLarge : kSmall);
   data_ = (large ? segment.large_ring(self()) : segment.small_ring(self())) + begin;
@@ -164,10 +166,8 @@ const std::byte* Collective::data(int peer) const {
 
 Status Collective::enter(Peers peers, bool staged) {
   publish(staged);
-  Event& event = group_.segment_->control(self()).step_event;
-  const bool is_awaited = event.sleepers.load(std::memory_order_relaxed) != 0;
-  if (is_awaited) {
-    notify(event);
+  if (event().sleepers.load(std::memory_order_relaxed) != kLocked) {
+    notify(event());
   }
   const int first = peers == Peers::root ? own_.root : 0;
   const int end = peers == Peers::root ? own_.root + 1 : peers == Peers::all ? ranks_ : 0;
@@ -178,11 +178,10 @@ Status Collective::enter(Peers peers, bool staged) {
     }
     return peer == end;
   };
-  // A sleeper that this rank has not seen yet is woken after a look at the peers. If they are here,
-  // the entry has reached them, and the look costs nothing; else there is time.
-  (void)look_briefly(all_have_entered);
-  if (!is_awaited) {
-    notify(event);
+  // A sleeper that this rank has not seen yet is woken at the end of a small collective, when the
+  // lock is released anyway.
+  if (!look_briefly(all_have_entered) || is_long_) {
+    notify(event());
   }
   for (peer = first; peer < end; ++peer) {
     if (peer == self()) {
@@ -276,6 +275,14 @@ Status Collective::ensure_entered(std::uint64_t number) {
   }
   group_.all_entered_ = all;
   return {};
+}
+
+Status Collective::ensure_finished(std::uint64_t number, const Group::Piece& piece) {
+  if (group_.all_entered_ > number) {
+    return {};
+  }
+  const Status status = ensure_entered(number);
+  return status.ok() ? group_.wait_steps(piece.done, bounds_) : status;
 }
 
 // ---- comparison ----

@@ -328,19 +328,16 @@ void Group::set_global_ranks(std::vector<std::int16_t> global_ranks, std::uint64
 }
 
 void Group::end_composite(Code outcome) {
-  const std::lock_guard lock(collective_mutex_);
   composite_ = false;
   record_.outcome = outcome;
   end_record();
 }
 
 void Group::begin_composite_wait(std::int16_t global_rank) {
-  const std::lock_guard lock(collective_mutex_);
   begin_wait_for(global_rank);
 }
 
 void Group::end_composite_wait(std::int16_t global_rank, Clock::duration waited) {
-  const std::lock_guard lock(collective_mutex_);
   end_wait_for(global_rank, waited);
 }
 

@@ -65,7 +65,8 @@ std::unique_ptr<Segment> Segment::create(int ranks, std::uint64_t nonce, std::si
   if (!status.ok()) {
     return nullptr;
   }
-  std::unique_ptr<Segment> segment(new Segment(std::move(memory)));
+  std::byte* base = memory.base();
+  std::unique_ptr<Segment> segment(new Segment(std::move(memory), base, ranks));
   Header& header = segment->header();
   header.ranks = static_cast<std::uint32_t>(ranks);
   header.layout_version = kLayoutVersion;
@@ -91,7 +92,8 @@ std::unique_ptr<Segment> Segment::open(int pid, int fd, int ranks, std::uint64_t
     status = system_error(EPROTO);
     return nullptr;
   }
-  std::unique_ptr<Segment> segment(new Segment(std::move(memory)));
+  std::byte* base = memory.base();
+  std::unique_ptr<Segment> segment(new Segment(std::move(memory), base, ranks));
   segment->close_descriptor();
   const Header& header = segment->header();
   if (header.magic != kMagic || header.layout_version != kLayoutVersion || header.bytes != bytes ||
@@ -103,31 +105,23 @@ std::unique_ptr<Segment> Segment::open(int pid, int fd, int ranks, std::uint64_t
 }
 
 std::unique_ptr<Segment> Segment::share(const Segment& owner) {
-  return std::unique_ptr<Segment>(new Segment(owner.base_));
+  return std::unique_ptr<Segment>(new Segment({}, owner.base_, owner.ranks()));
 }
 
-RankControl& Segment::control(int rank) const {
-  return reinterpret_cast<RankControl*>(base_ + kPage)[rank];
-}
-
-std::byte* Segment::small_ring(int rank) const {
-  return base_ + offsets_for(header().ranks).small_rings +
-         static_cast<std::size_t>(rank) * kSmallRing;
-}
-
-std::byte* Segment::large_ring(int rank) const {
-  return base_ + offsets_for(header().ranks).large_rings +
-         static_cast<std::size_t>(rank) * kLargeRing;
-}
-
-std::byte* Segment::exchange_buffer(std::uint64_t index) const {
-  return base_ + offsets_for(2).exchange + (index & 1) * kExchangeBytes;
+Segment::Segment(SealedMemory memory, std::byte* base, int ranks)
+    : memory_(std::move(memory)), base_(base) {
+  const Offsets offsets = offsets_for(static_cast<std::size_t>(ranks));
+  controls_ = reinterpret_cast<RankControl*>(base_ + offsets.control);
+  small_rings_ = base_ + offsets.small_rings;
+  large_rings_ = base_ + offsets.large_rings;
+  exchange_ = base_ + offsets.exchange;
+  channels_ = reinterpret_cast<Channel*>(base_ + offsets.channels);
 }
 
 Channel& Segment::channel(int source, int destination) const {
   const auto index =
       static_cast<std::size_t>(source) * header().ranks + static_cast<std::size_t>(destination);
-  return reinterpret_cast<Channel*>(base_ + offsets_for(header().ranks).channels)[index];
+  return channels_[index];
 }
 
 }  // namespace phalanx

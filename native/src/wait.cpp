@@ -31,14 +31,6 @@ long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
 
 }  // namespace
 
-void notify(Event& event) {
-  PHALANX_STEP("notify: check for sleepers");
-  // acq_rel: pairs with the waiter's fetch_add in wait_until.
-  if (event.sleepers.fetch_add(0, std::memory_order_acq_rel) != 0) {
-    notify_always(event);
-  }
-}
-
 void notify_always(Event& event) {
   PHALANX_STEP("notify: change the ticket");
   // acq_rel: pairs with the waiter's load of the ticket, and with the kernel's comparison.

@@ -190,7 +190,7 @@ inline Status RankTask::run_messages(Mailbox& mailbox, const Bounds& bounds,
     }
   }
   if (served) {
-    for (const MessagePtr& message : all) mailbox.watch(message, bounds.deadline);
+    for (const MessagePtr& message : all) mailbox.watch(message, Clock::now() + bounds.timeout);
     for (auto now = before; now != before + all.size(); now = reported.load()) reported.wait(now);
   }
   Status status;

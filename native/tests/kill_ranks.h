@@ -193,7 +193,7 @@ class Rank {
 
  private:
   RankState& state(int rank) const { return states_[static_cast<std::size_t>(rank)]; }
-  Bounds bounds() const { return {.deadline = Clock::now() + kHang / 2}; }
+  Bounds bounds() const { return Bounds{}.within(kHang / 2); }
   bool all(std::atomic<bool> RankState::* flag) const {
     for (int rank = 0; rank < case_.task.size; ++rank) {
       if (!(state(rank).*flag).load()) return false;

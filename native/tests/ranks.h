@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "check.h"
+#include "phalanx/collective.h"
 #include "phalanx/collectives.h"
 #include "phalanx/hooks.h"
 #include "phalanx/mailbox.h"
@@ -76,6 +77,12 @@ class Random {
 
 // No wait of a test is endless: a hang becomes a timeout.
 inline Bounds within(Clock::duration time = 60s) { return Bounds{}.within(time); }
+
+// Enters a collective that has no data.
+inline Status enter(Group& group, const Fingerprint& own, const Bounds& bounds) {
+  Collective collective(group, own, bounds);
+  return collective.status().ok() ? collective.enter(Peers::all) : collective.status();
+}
 
 // Lets other threads run first, for an unpredictable time; never sleeps.
 inline void random_delay(Random& random) {

@@ -159,8 +159,8 @@ std::size_t interesting_bytes(Random& script, std::size_t ranks, bool large) {
   switch (script.below(large ? 10 : 4)) {
     case 0: return script.below(3);
     case 1: return script.below(200);
-    case 2: return kInlineBytes / ranks - 64 + off;
-    case 3: return kInlineBytes - std::min<std::size_t>(64, kInlineBytes) + (large ? off : off / 2);
+    case 2: return kSmallBytes / ranks - 64 + off;
+    case 3: return kSmallBytes - std::min<std::size_t>(64, kSmallBytes) + (large ? off : off / 2);
     case 4: return kChunkBytes - 64 + off;
     case 5: return kChunkBytes / ranks - 64 + off;
     case 6: return 2 * kChunkBytes - 64 + off;
@@ -168,7 +168,7 @@ std::size_t interesting_bytes(Random& script, std::size_t ranks, bool large) {
       return (1 + script.below(4)) * (kChunkBytes / ranks / kCacheLine * kCacheLine) * ranks - 64 +
              off;
     case 8: return script.below(5 * kChunkBytes);
-    default: return kInlineBytes + script.below(kChunkBytes);
+    default: return kSmallBytes + script.below(kChunkBytes);
   }
 }
 
@@ -217,8 +217,8 @@ TEST(every_collective_at_every_size) {
     const auto n = static_cast<std::size_t>(size);
     const std::size_t slice = kChunkBytes / n / kCacheLine * kCacheLine;
     const std::array sizes = {std::size_t{0},   std::size_t{1},        std::size_t{7},
-                              kInlineBytes / n, kInlineBytes - 1,      kInlineBytes,
-                              kInlineBytes + 1, slice * n - 1,         slice * n,
+                              kSmallBytes / n, kSmallBytes - 1,      kSmallBytes,
+                              kSmallBytes + 1, slice * n - 1,         slice * n,
                               slice * n + 1,    kChunkBytes,           kChunkBytes + 1,
                               2 * kChunkBytes,  3 * kChunkBytes + 4321};
     ranks::run(size, [&](Rank& rank) {
@@ -310,7 +310,7 @@ TEST(consecutive_large_reductions) {
             const Operation o{
                 .kind = kind,
                 .dtype = DType::float32,
-                .count = kInlineBytes + script.below(3 * kChunkBytes / 2),
+                .count = kSmallBytes + script.below(3 * kChunkBytes / 2),
                 .root = static_cast<int>(script.below(static_cast<std::size_t>(size))),
                 .salt = script.bits()};
             if (!check_right(rank, o)) return;
@@ -368,8 +368,8 @@ TEST(counts_that_disagree_are_refused_on_every_rank) {
     CHECK(status.code == Code::mismatch);
     CHECK_EQ(status.peer, 1);
     CHECK_EQ(status.reporter, 2);
-    CHECK_EQ(status.mine.count, 3UL);
-    CHECK_EQ(status.theirs.count, 4UL);
+    CHECK_EQ(rank.group.failure_report().mine.count, 3UL);
+    CHECK_EQ(rank.group.failure_report().theirs.count, 4UL);
     for (const Buffer& output : outputs) CHECK(output.poisoned());
   });
 }

@@ -27,8 +27,6 @@ class Statuses {
       CHECK_EQ(each.code, code);
       CHECK_EQ(each.peer, all_[0].peer);
       CHECK_EQ(each.reporter, all_[0].reporter);
-      CHECK(each.mine == all_[0].mine);
-      CHECK(each.theirs == all_[0].theirs);
     }
   }
 
@@ -44,7 +42,7 @@ void sleepers_on_rank(Rank& rank, int on, std::uint32_t count) {
 // Runs all operations on a broken group: each returns `code` at once.
 void check_refused(Rank& rank, Code code) {
   const std::uint64_t step = rank.group.step();
-  for (const std::size_t count : {std::size_t{0}, std::size_t{3}, kInlineBytes + 1}) {
+  for (const std::size_t count : {std::size_t{0}, std::size_t{3}, kSmallBytes + 1}) {
     std::vector<std::byte> data(count), more(count * static_cast<std::size_t>(rank.size));
     std::vector<void*> parts;
     for (int i = 0; i < rank.size; ++i) {
@@ -79,11 +77,10 @@ TEST(ranks_that_agree_enter_together) {
   for (const int size : {1, 2, 3, 4, 5}) {
     ranks::run(size, [](Rank& rank) {
       for (std::uint64_t i = 1; i <= 300; ++i) {
-        CHECK(
-            rank.group.enter_collective({.count = i, .root = 0, .kind = Kind::broadcast}, within())
-                .ok());
+        const Fingerprint own{.count = i, .root = 0, .kind = Kind::broadcast};
+        CHECK(ranks::enter(rank.group, own, within()).ok());
         CHECK_EQ(rank.group.sequence(), i);
-        CHECK_EQ(rank.group.step(), i);
+        CHECK_EQ(rank.group.step(), 2 * i);
         ranks::random_delay(rank.random);
       }
     });
@@ -117,19 +114,22 @@ TEST(every_difference_is_reported_on_every_rank) {
     for (const Fingerprint& other : others) {
       for (const int odd : {0, size - 1}) {
         Statuses statuses(size);
+        std::vector<Failure> failures(static_cast<std::size_t>(size), Status{});
         ranks::run(size, [&](Rank& rank) {
           CHECK(barrier(rank.group, within()).ok());
           ranks::random_delay(rank.random);
           statuses[rank.self] =
-              rank.group.enter_collective(rank.self == odd ? other : usual, within());
+              ranks::enter(rank.group, rank.self == odd ? other : usual, within());
+          failures[static_cast<std::size_t>(rank.self)] = rank.group.failure_report();
           rank.together.arrive_and_wait();
           check_refused(rank, Code::mismatch);
         });
         statuses.check_same(Code::mismatch);
         const Status& status = statuses[0];
         CHECK((status.reporter == odd) != (status.peer == odd));
-        Fingerprint odd_one = status.reporter == odd ? status.mine : status.theirs;
-        Fingerprint usual_one = status.reporter == odd ? status.theirs : status.mine;
+        const Failure& failure = failures[0];
+        Fingerprint odd_one = status.reporter == odd ? failure.mine : failure.theirs;
+        Fingerprint usual_one = status.reporter == odd ? failure.theirs : failure.mine;
         CHECK_EQ(odd_one.sequence, 2u);
         CHECK_EQ(usual_one.sequence, 2u);
         odd_one.sequence = usual_one.sequence = 0;
@@ -171,7 +171,7 @@ TEST(abort_wakes_sleeping_ranks) {
           return all;
         };
         const auto before = tickets();
-        statuses[0] = rank.group.abort({.code = Code::aborted, .reporter = 0});
+        statuses[0] = rank.group.abort(Status{.code = Code::aborted, .reporter = 0});
         const auto after = tickets();
         for (std::size_t i = 0; i < before.size(); ++i) CHECK(after[i] > before[i]);
       } else {
@@ -189,8 +189,8 @@ TEST(every_field_of_a_failure_survives_the_abort_word) {
   for (const int rank_named : {0, 1, kMaxRanks - 1}) {
     for (const int error : {0, 1, EOVERFLOW, 0xffff}) {
       ranks::run(1, [&](Rank& rank) {
-        const Status status = rank.group.abort(
-            {.code = Code::out_of_memory, .peer = rank_named, .reporter = 0, .error = error});
+        const Status status = rank.group.abort(Status{
+            .code = Code::out_of_memory, .peer = rank_named, .reporter = 0, .error = error});
         CHECK_EQ(status.code, Code::out_of_memory);
         CHECK_EQ(status.peer, rank_named);
         CHECK_EQ(status.reporter, 0);
@@ -224,20 +224,17 @@ TEST(one_of_several_concurrent_failures_wins) {
       }
       const auto count = static_cast<std::uint64_t>(number);
       Group& group = *groups[static_cast<std::size_t>(number / 2)];
-      const Status status = group.abort({.code = Code::timeout,
-                                         .peer = number,
-                                         .reporter = number / 2,
-                                         .mine = {.count = count},
-                                         .theirs = {.count = 2 * count}});
+      const Status status =
+          group.abort({{.code = Code::timeout, .peer = number, .reporter = number / 2},
+                       {.count = count},
+                       {.count = 2 * count}});
       CHECK_EQ(status.code, Code::timeout);
       together.arrive_and_wait();
-      const Status after = group.failure();
-      for (const Status& each : {status, after}) {
-        CHECK_EQ(each.peer, after.peer);
-        CHECK_EQ(each.reporter, each.peer / 2);
-        CHECK_EQ(each.mine.count, static_cast<std::uint64_t>(each.peer));
-        CHECK_EQ(each.theirs.count, 2 * static_cast<std::uint64_t>(each.peer));
-      }
+      const Failure after = group.failure_report();
+      CHECK_EQ(status.peer, after.status.peer);
+      CHECK_EQ(status.reporter, status.peer / 2);
+      CHECK_EQ(after.mine.count, static_cast<std::uint64_t>(status.peer));
+      CHECK_EQ(after.theirs.count, 2 * static_cast<std::uint64_t>(status.peer));
       together.arrive_and_wait();
     }
   };
@@ -267,13 +264,14 @@ TEST(the_deadline_names_the_missing_rank) {
           statuses[late] = work(60s);
         }
         check_refused(rank, Code::timeout);
+        const Fingerprint mine = rank.group.failure_report().mine;
+        CHECK_EQ(mine.sequence, 2u);
+        CHECK_EQ(mine.kind, Kind::all_reduce);
+        CHECK_EQ(mine.count, count);
       });
       statuses.check_same(Code::timeout);
       CHECK_EQ(statuses[0].peer, late);
       CHECK_EQ(statuses[0].reporter, 0);
-      CHECK_EQ(statuses[0].mine.sequence, 2u);
-      CHECK_EQ(statuses[0].mine.kind, Kind::all_reduce);
-      CHECK_EQ(statuses[0].mine.count, count);
     }
   }
 }
@@ -282,23 +280,23 @@ TEST(the_deadline_names_the_missing_rank) {
 // operation but one would fill.
 TEST(a_broken_group_is_not_written_to) {
   ranks::run(2, [](Rank& rank) {
-    std::vector<std::byte> data(kInlineBytes, static_cast<std::byte>(0x10 + rank.self));
+    std::vector<std::byte> data(kSmallBytes, static_cast<std::byte>(0x10 + rank.self));
     const auto sum = [&](const Bounds& bounds) {
       return all_reduce(rank.group, data.data(), data.size(), DType::uint8, ReduceOp::sum, bounds);
     };
     CHECK(sum(within()).ok());
-    const auto inline_bytes = [&] {
-      const std::byte* start = rank.group.segment().inline_buffer(0, 0);
-      return std::vector<std::byte>(start, start + 2 * kInlineBytes);
+    const auto published = [&] {
+      const std::byte* start = rank.group.segment().exchange_buffer(0);
+      return std::vector<std::byte>(start, start + kExchangeBytes + kSmallBytes);
     };
     if (rank.self == 0) {
-      data.assign(kInlineBytes, std::byte{0x55});
+      data.assign(kSmallBytes, std::byte{0x55});
       CHECK_EQ(sum(within(10ms)).code, Code::timeout);
-      const auto before = inline_bytes();
-      data.assign(kInlineBytes, std::byte{0x66});
+      const auto before = published();
+      data.assign(kSmallBytes, std::byte{0x66});
       check_refused(rank, Code::timeout);
       CHECK_EQ(sum(within()).code, Code::timeout);
-      CHECK(inline_bytes() == before);
+      CHECK(published() == before);
     }
     rank.together.arrive_and_wait();
   });
@@ -397,14 +395,14 @@ TEST(a_signal_handler_that_raises_breaks_the_group) {
 TEST(an_interrupted_rank_reports_the_interrupt) {
   ranks::run(2, [](Rank& rank) {
     if (rank.self == 0) {
-      (void)rank.group.abort({.code = Code::aborted, .reporter = 0, .mine = {.count = 5}});
+      (void)rank.group.abort({{.code = Code::aborted, .reporter = 0}, {.count = 5}});
       const Status status =
-          rank.group.abort({.code = Code::interrupted, .reporter = 0, .mine = {.count = 6}});
+          rank.group.abort({{.code = Code::interrupted, .reporter = 0}, {.count = 6}});
       CHECK_EQ(status.code, Code::interrupted);
     }
     rank.together.arrive_and_wait();
     CHECK_EQ(rank.group.failure().code, Code::aborted);
-    CHECK_EQ(rank.group.failure().mine.count, 5u);
+    CHECK_EQ(rank.group.failure_report().mine.count, 5u);
   });
 }
 
@@ -416,9 +414,10 @@ TEST(a_rank_without_memory_fails_all_ranks) {
         [&](Rank& rank) {
           if (rank.self == poor) {
             // Unmapped pages cannot be allocated: this simulates a host without memory.
-            munmap(rank.group.segment().staging(poor, 0), 2 * kChunkBytes);
+            munmap(rank.group.segment().large_ring(poor), kLargeRing);
+            munmap(rank.group.segment().exchange_buffer(0), 2 * kExchangeBytes);
           }
-          std::vector<std::byte> data(kInlineBytes + 1);
+          std::vector<std::byte> data(kSmallBytes + 1);
           statuses[rank.self] = all_reduce(rank.group, data.data(), data.size(), DType::uint8,
                                            ReduceOp::sum, within());
         },
@@ -442,7 +441,7 @@ TEST(random_disagreement_never_hangs) {
       Status status;
       for (std::size_t i = 0; status.ok() && i <= when; ++i) {
         const std::size_t wrong = i == when && static_cast<std::size_t>(rank.self) == odd;
-        const std::size_t count = (i % 3 == 0 ? kInlineBytes * 2 : 10 * i) + wrong;
+        const std::size_t count = (i % 3 == 0 ? kSmallBytes * 2 : 10 * i) + wrong;
         ranks::random_delay(rank.random);
         status = all_reduce(rank.group, data.data(), count, DType::uint8, ReduceOp::max, within());
         CHECK_EQ(status.code, i == when ? Code::mismatch : Code::ok);

@@ -41,12 +41,13 @@ TEST(messages_of_a_different_size_or_type_are_refused) {
         CHECK_EQ(status.code, Code::mismatch);
         CHECK_EQ(status.reporter, 1);
         CHECK_EQ(status.peer, 0);
-        CHECK_EQ(status.mine.kind, Kind::recv);
-        CHECK_EQ(status.mine.count, each.asked);
-        CHECK_EQ(status.mine.dtype, each.asked_as);
-        CHECK_EQ(status.theirs.kind, Kind::send);
-        CHECK_EQ(status.theirs.count, each.sent);
-        CHECK_EQ(status.theirs.dtype, each.sent_as);
+        const Failure failure = rank.group.failure_report();
+        CHECK_EQ(failure.mine.kind, Kind::recv);
+        CHECK_EQ(failure.mine.count, each.asked);
+        CHECK_EQ(failure.mine.dtype, each.asked_as);
+        CHECK_EQ(failure.theirs.kind, Kind::send);
+        CHECK_EQ(failure.theirs.count, each.sent);
+        CHECK_EQ(failure.theirs.dtype, each.sent_as);
         CHECK_EQ(rank.mailbox.outstanding(), 0u);
       });
     }
@@ -138,7 +139,7 @@ TEST(waiting_for_a_message_of_a_rank_that_left_fails) {
         const Status status = wait_for(rank, message);
         CHECK_EQ(status.code, Code::left);
         CHECK_EQ(status.peer, 1);
-        CHECK_EQ(status.mine.kind, Kind::recv);
+        CHECK_EQ(rank.group.failure_report().mine.kind, Kind::recv);
       });
     }
   }
@@ -217,7 +218,7 @@ TEST(abort_ends_all_outstanding_messages) {
           Event& message_event = rank.group.segment().control(other).message_event;
           CHECK(ranks::eventually([&] { return message_event.sleepers != 0; }));
         }
-        (void)rank.group.abort({.code = Code::aborted, .reporter = 0});
+        (void)rank.group.abort(Status{.code = Code::aborted, .reporter = 0});
       }
       for (const MessagePtr& message : messages) {
         if (served) CHECK(ranks::eventually([&] { return message->done(); }));
@@ -239,8 +240,8 @@ TEST(the_deadline_of_a_message_names_its_peer) {
       CHECK_EQ(status.code, Code::timeout);
       CHECK_EQ(status.peer, 1);
       CHECK_EQ(status.reporter, 0);
-      CHECK_EQ(status.mine.kind, Kind::recv);
-      CHECK_EQ(status.mine.root, 1);
+      CHECK_EQ(rank.group.failure_report().mine.kind, Kind::recv);
+      CHECK_EQ(rank.group.failure_report().mine.root, 1);
     }
     rank.together.arrive_and_wait();
     const auto message = rank.mailbox.send(&byte, 1, DType::uint8, 1 - rank.self, 8, false);
@@ -320,7 +321,7 @@ TEST(a_watched_message_has_a_deadline) {
       CHECK(ranks::eventually([&] { return server.reported() == 1; }));
       CHECK_EQ(message->status().code, Code::timeout);
       CHECK_EQ(message->status().peer, 1);
-      CHECK_EQ(message->status().mine.sequence, 8u);
+      CHECK_EQ(rank.group.failure_report().mine.sequence, 8u);
     }
     rank.together.arrive_and_wait();
     CHECK_EQ(rank.group.failure().code, Code::timeout);

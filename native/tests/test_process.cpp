@@ -251,8 +251,8 @@ TEST(a_killed_rank_is_lost_to_a_rank_that_waits_for_its_message) {
   killer.join();
   CHECK(end - peer.killed < 1s);
   check_killed(status, *peer.group);
-  CHECK_EQ(status.mine.kind, Kind::recv);
-  CHECK_EQ(status.mine.root, 1);
+  CHECK_EQ(peer.group->failure_report().mine.kind, Kind::recv);
+  CHECK_EQ(peer.group->failure_report().mine.root, 1);
 }
 
 TEST(a_killed_rank_is_lost_to_a_rank_that_sends_to_it) {
@@ -263,7 +263,7 @@ TEST(a_killed_rank_is_lost_to_a_rank_that_sends_to_it) {
   const Status status = peer.mailbox->wait(*message, within());
   killer.join();
   check_killed(status, *peer.group);
-  CHECK_EQ(status.mine.kind, Kind::send);
+  CHECK_EQ(peer.group->failure_report().mine.kind, Kind::send);
 }
 
 TEST(messages_sent_before_a_rank_was_killed_arrive) {

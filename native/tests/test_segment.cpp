@@ -17,26 +17,28 @@ namespace {
 
 constexpr std::uint64_t kNonce = 0xfeedface12345678;
 
-// The numbers of layout version 2: a change of any of them requires a new kLayoutVersion.
-static_assert(kLayoutVersion == 2);
+// The numbers of layout version 3: a change of any of them requires a new kLayoutVersion.
+static_assert(kLayoutVersion == 3);
 static_assert(kMagic == 0x584e414c41485001);
-static_assert(kInlineBytes == 16384 && kChunkBytes == 262144 && kRingBytes == 262144);
-static_assert(kOversubscribedChunkBytes == 1048576 &&
-              kStagingBytes == 2 * kOversubscribedChunkBytes);
+static_assert(kSmallBytes == 16384 && kChunkBytes == 262144 && kRingBytes == 262144);
+static_assert(kOversubscribedChunkBytes == 1048576 && kExchangeBytes == 524288);
+static_assert(kEntries == 4 && kEntryPayload == 24 && kSmallPiece == 4096);
+static_assert(kSmallRing == 32768 && kLargeRing == 2097152);
 static_assert(sizeof(Header) == 128 && offsetof(Header, layout_version) == 8);
 static_assert(offsetof(Header, ranks) == 12 && offsetof(Header, nonce) == 16);
 static_assert(offsetof(Header, bytes) == 24 && offsetof(Header, abort_word) == 64);
-static_assert(sizeof(RankControl) == 256 && alignof(RankControl) == 64);
-static_assert(offsetof(RankControl, step) == 0 && offsetof(RankControl, fingerprints) == 8);
-static_assert(offsetof(RankControl, step_event) == 64 &&
-              offsetof(RankControl, message_event) == 128);
-static_assert(offsetof(RankControl, pid) == 192 && offsetof(RankControl, presence) == 196);
-static_assert(offsetof(RankControl, failure_fingerprints) == 200 &&
-              offsetof(RankControl, recorder_descriptor) == 248);
+static_assert(sizeof(Entry) == 64 && alignof(Entry) == 64 && offsetof(Entry, number) == 0);
+static_assert(offsetof(Entry, fingerprint) == 8 && offsetof(Entry, history) == 24);
+static_assert(offsetof(Entry, data) == 32 && offsetof(Entry, payload) == 40);
+static_assert(sizeof(RankControl) == 512 && alignof(RankControl) == 64);
+static_assert(offsetof(RankControl, entries) == 0 && offsetof(RankControl, step) == 256);
+static_assert(offsetof(RankControl, entered) == 264 && offsetof(RankControl, step_event) == 320);
+static_assert(offsetof(RankControl, message_event) == 384 && offsetof(RankControl, pid) == 448);
+static_assert(offsetof(RankControl, presence) == 452 &&
+              offsetof(RankControl, failure_fingerprints) == 456 &&
+              offsetof(RankControl, recorder_descriptor) == 488);
 static_assert(sizeof(Channel) == 4096 + 262144 && alignof(Channel) == 4096);
-static_assert(sizeof(Fingerprint) == 24 && offsetof(Fingerprint, count) == 8);
-static_assert(offsetof(Fingerprint, root) == 16 && offsetof(Fingerprint, kind) == 20);
-static_assert(offsetof(Fingerprint, dtype) == 21 && offsetof(Fingerprint, op) == 22);
+static_assert(sizeof(SharedFingerprint) == 16);
 static_assert(sizeof(Envelope) == 64);
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
@@ -73,29 +75,30 @@ int error_of_open(int fd, int ranks, std::uint64_t nonce, int pid = getpid()) {
 }  // namespace
 
 TEST(parts_are_contiguous) {
-  for (const int ranks : {1, 2, 3, 16, 17, 64}) {
+  for (const int ranks : {1, 2, 3, 8, 9, 64}) {
     const auto segment = make(ranks);
     const auto n = static_cast<std::size_t>(ranks);
     std::byte* base = reinterpret_cast<std::byte*>(&segment->header());
     const auto offset = [base](const void* part) {
       return static_cast<std::size_t>(static_cast<const std::byte*>(part) - base);
     };
-    const std::size_t controls = (n * 256 + 4095) / 4096 * 4096;
+    const std::size_t controls = (n * 512 + 4095) / 4096 * 4096;
     std::size_t next = 4096;
     CHECK_EQ(offset(&segment->control(0)), next);
-    CHECK_EQ(offset(&segment->control(ranks - 1)), next + (n - 1) * 256);
+    CHECK_EQ(offset(&segment->control(ranks - 1)), next + (n - 1) * 512);
     next += controls;
     for (int rank = 0; rank < ranks; ++rank) {
-      for (const std::uint64_t sequence : {6u, 7u}) {
-        CHECK_EQ(offset(segment->inline_buffer(rank, sequence)), next);
-        next += 16384;
-      }
-      CHECK(segment->inline_buffer(rank, 0) == segment->inline_buffer(rank, 2));
+      CHECK_EQ(offset(segment->small_ring(rank)), next);
+      next += 32768;
     }
     for (int rank = 0; rank < ranks; ++rank) {
-      CHECK_EQ(offset(segment->staging(rank, 2)), next);
-      CHECK_EQ(offset(segment->staging(rank, 3)), next + segment->chunk_bytes());
+      CHECK_EQ(offset(segment->large_ring(rank)), next);
       next += 2097152;
+    }
+    for (const std::uint64_t index : {6u, 7u}) {
+      if (ranks != 2) break;
+      CHECK_EQ(offset(segment->exchange_buffer(index)), next);
+      next += 524288;
     }
     for (int source = 0; source < ranks; ++source) {
       for (int destination = 0; destination < ranks; ++destination) {
@@ -111,7 +114,7 @@ TEST(the_header_is_filled_and_the_rest_is_zero) {
   const auto segment = make(3);
   const Header& header = segment->header();
   CHECK_EQ(header.magic, kMagic);
-  CHECK_EQ(header.layout_version, 2u);
+  CHECK_EQ(header.layout_version, 3u);
   CHECK_EQ(header.ranks, 3u);
   CHECK_EQ(header.nonce, kNonce);
   CHECK_EQ(header.bytes, Segment::bytes_for(3));
@@ -223,16 +226,16 @@ TEST(no_descriptor_and_no_mapping_leaks) {
 
 TEST(prefaulting_changes_nothing_and_fails_without_memory) {
   const auto segment = make(2);
-  std::memset(segment->staging(1, 0), 0x5a, 2 * kChunkBytes);
-  CHECK(prefault(segment->staging(1, 0), 2 * kChunkBytes).ok());
+  std::memset(segment->large_ring(1), 0x5a, 2 * kChunkBytes);
+  CHECK(prefault(segment->large_ring(1), 2 * kChunkBytes).ok());
   bool same = true;
   for (std::size_t i = 0; i < 2 * kChunkBytes; ++i) {
-    same = same && segment->staging(1, 0)[i] == std::byte{0x5a};
+    same = same && segment->large_ring(1)[i] == std::byte{0x5a};
   }
   CHECK(same);
   // Unmapped pages cannot be allocated: this simulates a host without memory.
-  CHECK_EQ(munmap(segment->staging(0, 0), kChunkBytes), 0);
-  const Status status = prefault(segment->staging(0, 0), kChunkBytes);
+  CHECK_EQ(munmap(segment->large_ring(0), kChunkBytes), 0);
+  const Status status = prefault(segment->large_ring(0), kChunkBytes);
   CHECK_EQ(status.code, Code::out_of_memory);
   CHECK_EQ(status.error, ENOMEM);
 }
@@ -241,5 +244,5 @@ TEST(pages_are_allocated_when_used) {
   const auto segment = make(16);
   struct stat info{};
   CHECK_EQ(fstat(segment->descriptor(), &info), 0);
-  CHECK(static_cast<std::size_t>(info.st_blocks) * 512 <= 4096 * 2 + 16 * 2 * kInlineBytes);
+  CHECK(static_cast<std::size_t>(info.st_blocks) * 512 <= 4096 * 3 + 16 * kSmallRing);
 }

@@ -190,7 +190,7 @@ TEST(a_message_that_was_sent_before_the_group_broke_arrives) {
   const Hook hook([&](std::string_view step) {
     if (step != "recv: check for bytes" || ++checks != 2) return;
     (void)three.mailboxes[0]->send(&sent, 1, DType::uint8, 2, 0, false);
-    (void)three.groups[0]->abort({.code = Code::peer_lost, .peer = 1, .reporter = 0});
+    (void)three.groups[0]->abort(Status{.code = Code::peer_lost, .peer = 1, .reporter = 0});
   });
   (void)three.mailboxes[2]->test(*there);
   CHECK(there->done() && there->status().ok() && first == sent);
@@ -219,7 +219,7 @@ TEST(a_waiter_at_any_step_of_an_abort_is_woken) {
       Event& event = messages ? pair.control(1).message_event : pair.control(1).step_event;
       CHECK(wakes(
           at_step, event, [] { return false; },
-          [&] { (void)pair.groups[0]->abort({.code = Code::aborted, .reporter = 0}); }));
+          [&] { (void)pair.groups[0]->abort(Status{.code = Code::aborted, .reporter = 0}); }));
     }
   }
 }
@@ -229,10 +229,10 @@ TEST(a_rank_that_sees_a_broken_group_sees_the_reason) {
     const Pair pair;
     std::uint64_t seen = 0;
     const Hook hook([&](std::string_view step) {
-      if (step == at_step) seen = pair.groups[1]->failure().mine.count;
+      if (step == at_step) seen = pair.groups[1]->failure_report().mine.count;
     });
     (void)pair.groups[0]->abort(
-        {.code = Code::mismatch, .peer = 1, .reporter = 0, .mine = {.count = 5}});
+        {{.code = Code::mismatch, .peer = 1, .reporter = 0}, {.count = 5}});
     CHECK_EQ(seen, 5u);
   }
 }
@@ -245,9 +245,9 @@ TEST(the_first_of_two_interleaved_failures_wins) {
     const Hook hook([&](std::string_view step) {
       if (step != at_step || failed) return;
       failed = true;
-      (void)pair.groups[1]->abort({.code = Code::timeout, .peer = 0, .reporter = 1});
+      (void)pair.groups[1]->abort(Status{.code = Code::timeout, .peer = 0, .reporter = 1});
     });
-    const Status seen = pair.groups[0]->abort({.code = Code::mismatch, .peer = 1, .reporter = 0});
+    const Status seen = pair.groups[0]->abort(Status{.code = Code::mismatch, .peer = 1, .reporter = 0});
     CHECK_EQ(seen.code, Code::timeout);
     CHECK_EQ(pair.groups[1]->failure().code, Code::timeout);
   }

@@ -9,8 +9,10 @@
 // and may be ahead of its peers by kEntries - 1 collectives. It compares its fingerprints with
 // theirs later: each entry also has a hash of all fingerprints before it.
 //
-// All memory is reused by this rule: a rank that has entered collective k + 1 has finished k. So
-// what a rank has published in k may be overwritten once all peers are known to have entered k + 1.
+// Memory is reused by two rules. A rank that has entered collective k + 1 has finished k, so its peers
+// may replace the entries of k. And a rank whose step is that of the end of k has finished k, so its
+// peers may replace the data of k; before its own entry into k + 1, a rank must not wait for that of
+// another.
 #pragma once
 
 #include <cstddef>
@@ -62,6 +64,9 @@ class Collective {
   std::uint64_t base() const { return base_; }
   // Waits for the entries of all peers, unless that was done at the entry.
   Status meet();
+  // Announces that this rank has read all that it needs. All ranks call it with the same step, in
+  // every collective with more than kSmallPiece bytes in a ring.
+  void finish(std::uint64_t step) { group_.advance_to(step); }
 
   // In a group of two ranks: the buffer of this rank in the current exchange, and that of the peer,
   // which becomes this rank's own in the next one.
@@ -76,6 +81,7 @@ class Collective {
   }
   // Call it before a long copy.
   void block() {
+    is_long_ = true;
     bounds_.block();
     group_.publish_record();
   }
@@ -88,6 +94,7 @@ class Collective {
   static constexpr std::uint64_t kPlaceBits = 7;
   static constexpr std::uint64_t kLocated = 8;
 
+  Event& event() const { return group_.segment_->control(self()).step_event; }
   Entry& entry(int rank, std::uint64_t number) const {
     return group_.segment_->control(rank).entries[number % kEntries];
   }
@@ -100,6 +107,8 @@ class Collective {
   Status prepare_large_ring();
   // Waits until all peers have made the entry with this number, and compares.
   Status ensure_entered(std::uint64_t number);
+  // Waits until all peers have finished the collective with this entry, which left `piece`.
+  Status ensure_finished(std::uint64_t number, const Group::Piece& piece);
   void publish(bool staged);
   Status wait_for_entry(int peer);
   Status compare(int peer);
@@ -118,6 +127,7 @@ class Collective {
   std::byte* data_ = nullptr;
   std::uint64_t base_ = 0;
   bool locked_ = false;
+  bool is_long_ = false;
   bool met_ = false;
 };
 

@@ -156,8 +156,7 @@ class Group {
   bool left_ = false;
   std::mutex aborting_;  // a thread that moves messages may fail during a collective
 
-  // The lock of the running collective, which guards the rest; see Collective.
-  std::mutex collective_mutex_;
+  // The running collective holds a lock on this rank's step event, which guards the rest.
   std::atomic<int> collective_waiters_ = 0;  // writers: threads that wait for the mutex
   std::condition_variable_any collective_released_;
   std::atomic<std::uint64_t> sequence_ = 0;  // writer: the holder of the lock
@@ -168,10 +167,11 @@ class Group {
   std::uint64_t all_entered_ = 0;  // the entry that all peers are known to have made, or a later one
   std::uint64_t history_ = 0;      // a hash of all fingerprints entered
   std::uint64_t exchanges_ = 0;    // uses of the exchange buffers
-  // The ends of the pieces in this rank's rings, by entry; see Collective::reserve.
+  // The pieces of this rank's rings that its last collectives took, by entry.
   struct Piece {
     std::size_t begin = 0;
     std::size_t end = 0;
+    std::uint64_t done = 0;  // the step at the end of the collective
   };
   Piece pieces_[2][kEntries];
   std::size_t ring_positions_[2] = {0, 0};

@@ -55,7 +55,8 @@ inline constexpr std::size_t kRingBytes = 256 * 1024;
 
 // An event on which ranks sleep; see wait.h.
 struct alignas(kCacheLine) Event {
-  std::atomic<std::uint32_t> sleepers;  // writers: ranks that go to sleep here, and wake up
+  // Writers: ranks that go to sleep here, and wake up; and the owner, which keeps a lock in it.
+  std::atomic<std::uint32_t> sleepers;
   std::atomic<std::uint32_t> ticket;    // writers: ranks that wake others
 };
 
@@ -154,22 +155,33 @@ class Segment {
   void close_descriptor() { memory_.close_descriptor(); }
 
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
-  RankControl& control(int rank) const;
+  RankControl& control(int rank) const { return controls_[rank]; }
   // A rank's rings, for pieces of up to kSmallPiece bytes and for larger ones. Only the first
   // large_ring_bytes() of the second are used.
-  std::byte* small_ring(int rank) const;
-  std::byte* large_ring(int rank) const;
+  std::byte* small_ring(int rank) const {
+    return small_rings_ + static_cast<std::size_t>(rank) * kSmallRing;
+  }
+  std::byte* large_ring(int rank) const {
+    return large_rings_ + static_cast<std::size_t>(rank) * kLargeRing;
+  }
   std::size_t large_ring_bytes() const { return std::min(4 * chunk_bytes(), kLargeRing); }
   // One of the two exchange buffers of a group of two ranks.
-  std::byte* exchange_buffer(std::uint64_t index) const;
+  std::byte* exchange_buffer(std::uint64_t index) const {
+    return exchange_ + (index & 1) * kExchangeBytes;
+  }
   Channel& channel(int source, int destination) const;
 
  private:
-  explicit Segment(SealedMemory memory) : memory_(std::move(memory)), base_(memory_.base()) {}
-  explicit Segment(std::byte* base) : base_(base) {}
+  // `memory` is empty in a view of another object's.
+  Segment(SealedMemory memory, std::byte* base, int ranks);
 
-  SealedMemory memory_;  // none in a view of another object's
+  SealedMemory memory_;
   std::byte* base_;
+  RankControl* controls_;
+  std::byte* small_rings_;
+  std::byte* large_rings_;
+  std::byte* exchange_;
+  Channel* channels_;
 };
 
 }  // namespace phalanx

@@ -55,15 +55,23 @@ class Bounds {
 };
 
 // Wakes all sleepers on `event`. The store that makes them ready comes before.
-void notify(Event& event);
+inline void notify(Event& event);
 // The same, even if no sleeper is known.
 void notify_always(Event& event);
+
+// A lock of the process that owns an event, in the word that counts its sleepers: a thread that
+// unlocks it learns of sleepers by the same access. It means nothing to other processes.
+inline constexpr std::uint32_t kLocked = std::uint32_t{1} << 31;
+inline bool try_lock(Event& event) {
+  return (event.sleepers.fetch_or(kLocked, std::memory_order_acquire) & kLocked) == 0;
+}
+inline void unlock_and_notify(Event& event);
 
 // The number of processors that this process may run on.
 int usable_cores();
 
 // Lets the processor do something else for some nanoseconds.
-inline void pause() {
+inline void cpu_relax() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -79,7 +87,7 @@ bool look_briefly(Ready&& ready) {
     if (ready()) {
       return true;
     }
-    pause();
+    cpu_relax();
   }
   return false;
 }
@@ -122,6 +130,22 @@ class SpinPolicy {
   Clock::duration typical_wait_{};
   Clock::duration last_wait_{};
 };
+
+inline void notify(Event& event) {
+  PHALANX_STEP("notify: check for sleepers");
+  // acq_rel: pairs with the waiter's fetch_add in wait_until.
+  if ((event.sleepers.fetch_add(0, std::memory_order_acq_rel) & ~kLocked) != 0) {
+    notify_always(event);
+  }
+}
+
+inline void unlock_and_notify(Event& event) {
+  PHALANX_STEP("notify: check for sleepers");
+  // acq_rel: pairs with the waiter's fetch_add in wait_until, and with try_lock.
+  if (event.sleepers.fetch_sub(kLocked, std::memory_order_acq_rel) != kLocked) {
+    notify_always(event);
+  }
+}
 
 enum class WakeReason { by_peer, by_time, by_signal };
 

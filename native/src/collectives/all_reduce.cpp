@@ -35,10 +35,14 @@ Status reduce_small(Collective& collective, std::byte* data, std::size_t bytes, 
   }
   copy_bytes(collective.data(), data, bytes);
   status = collective.enter(Peers::all);
-  if (status.ok()) {
-    sources.combine(data, bytes, [&](int rank) {
-      return rank == collective.self() ? data : collective.data(rank);
-    });
+  if (!status.ok()) {
+    return status;
+  }
+  sources.combine(data, bytes, [&](int rank) {
+    return rank == collective.self() ? data : collective.data(rank);
+  });
+  if (bytes > kSmallPiece) {
+    collective.finish(collective.base() + 1);
   }
   return status;
 }

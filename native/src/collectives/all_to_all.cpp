@@ -180,7 +180,8 @@ Status AllToAll::exchange() {
 std::size_t AllToAll::part_bytes() const {
   // There is at least one rank, which clang-tidy cannot know.
   const auto all = static_cast<std::size_t>(std::max(1, ranks()));
-  return collective_.group().segment().chunk_bytes() / all / kCacheLine * kCacheLine;
+  const std::size_t chunk = collective_.group().segment().chunk_bytes() - parts_offset() / 2;
+  return chunk / all / kCacheLine * kCacheLine;
 }
 
 // The number of chunks of the longest part; 0 if all parts are small together.
@@ -224,6 +225,7 @@ Status AllToAll::move() {
     }
   }
   if (most == 0) {
+    collective_.finish(collective_.base() + 1);
     return status;
   }
   collective_.block();
@@ -340,6 +342,7 @@ Status AllToAll::move_chunks(std::uint64_t chunks) {
       }
     }
   }
+  collective_.finish(base + chunks);
   return {};
 }
 

@@ -70,6 +70,7 @@ class Parts {
       }
       take(chunk);
     }
+    collective_.finish(base + chunks_of(longest_, bytes_));
     return {};
   }
 

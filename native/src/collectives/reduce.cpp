@@ -40,20 +40,26 @@ Status reduce_of_two(Collective& collective, std::byte* data, std::size_t bytes,
 Status reduce_small(Collective& collective, std::byte* data, std::size_t bytes, Sources& sources,
                     int root) {
   const int self = collective.self();
-  if (self == root) {
-    const Status status = collective.enter(Peers::all);
-    if (status.ok()) {
-      sources.combine(data, bytes,
-                      [&](int rank) { return rank == self ? data : collective.data(rank); });
+  Status status;
+  if (self != root) {
+    status = collective.reserve(bytes);
+    if (!status.ok()) {
+      return status;
     }
-    return status;
+    copy_bytes(collective.data(), data, bytes);
   }
-  const Status status = collective.reserve(bytes);
+  status = collective.enter(self == root ? Peers::all : Peers::none);
   if (!status.ok()) {
     return status;
   }
-  copy_bytes(collective.data(), data, bytes);
-  return collective.enter(Peers::none);
+  if (self == root) {
+    sources.combine(data, bytes,
+                    [&](int rank) { return rank == self ? data : collective.data(rank); });
+  }
+  if (bytes > kSmallPiece) {
+    collective.finish(collective.base() + 1);
+  }
+  return status;
 }
 
 }  // namespace

@@ -93,6 +93,7 @@ Status SlicedReduction::reduce_chunks() {
       copy_out(chunk);
     }
   }
+  collective_.finish(base + 2 * chunks);
   return {};
 }
 

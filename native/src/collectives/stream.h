@@ -24,7 +24,7 @@ class Chunks {
     }
   }
 
-  // Without phases: all data are in place at the entry.
+  // All data are in place at the entry, and are not worth a zero-copy path.
   bool small() const { return count_ == 1 && total_ * parts_ <= kSmallBytes; }
   std::uint64_t count() const { return count_; }
   Span span(std::uint64_t chunk) const { return chunk_of(total_, bytes_, chunk); }
@@ -127,10 +127,10 @@ Status stream(Collective& collective, const Chunks& chunks, Peers peers, Gives g
       return now;
     });
   }
-  if (!status.ok() || chunks.small()) {
+  if (!status.ok() || (chunks.small() && chunks.piece() <= kSmallPiece)) {
     return status;
   }
-  group.advance_to(base + chunks.count());
+  collective.finish(base + chunks.count());
   return gives(self) && !stages ? wait_for_takers(base + chunks.count()) : status;
 }
 
