@@ -53,14 +53,39 @@ const char* name_of(ReduceOp op);
 // Parses the bytes of a flight recorder, see _native.pyi. Raises ValueError.
 nb::dict recorder_to_python(const std::vector<std::byte>& bytes, std::size_t history);
 
-// Returns None for ok, otherwise a Status object; raises what a Python signal handler raised.
-nb::object to_python(const Status& status);
+// Returns None for ok, otherwise a Failure object; raises what a Python signal handler raised.
+nb::object to_python(const Failure& failure);
+// The same with the group's fingerprints.
+nb::object to_python(const Status& status, const Group& group);
 
 // Raises OSError for an errno.
 [[noreturn]] void raise_system_error(int error);
 
-// The limits of a call of `seconds`; the call checks for Python signals while it waits.
-Bounds bounds_for(double seconds);
+// A call of the core that may wait for `seconds`. It begins with the GIL, and releases it until its
+// end if it blocks: most small operations end earlier, and two switches take as long as one of them.
+// While it waits, it checks for Python signals.
+class BlockingCall {
+ public:
+  explicit BlockingCall(double seconds);
+  ~BlockingCall();
+  BlockingCall(const BlockingCall&) = delete;
+  BlockingCall& operator=(const BlockingCall&) = delete;
+
+  const Bounds& bounds() const { return bounds_; }
+
+ private:
+  static void release();
+  static bool check_signals();
+  bool watch(Clock::time_point now);
+
+  static thread_local BlockingCall* current_;
+
+  Bounds bounds_;
+  BlockingCall* outer_;  // that of this thread, if a signal handler makes a call
+  PyThreadState* released_ = nullptr;
+  Clock::time_point began_;
+  Clock::duration next_watch_{};
+};
 
 // Sets the call site in the user's code of this thread's next operation.
 void mark_call_site();
@@ -76,18 +101,17 @@ inline void* const* pointers(const std::vector<Address>& addresses) {
 // The addresses of the parts of a contiguous tensor: one per rank, of `bytes` each.
 std::vector<Address> parts_of(Address whole, std::size_t bytes, int ranks);
 
-// Runs `operation(core, bounds)` without the GIL.
+// Runs `operation(core, bounds)`.
 template <class Operation>
 nb::object run(const PyGroup& self, double seconds, Operation&& operation) {
   const std::shared_ptr<Core> core = self.require_core();
   mark_call_site();
-  const Bounds bounds = bounds_for(seconds);
   Status status;
   {
-    const nb::gil_scoped_release release;
-    status = operation(*core, bounds);
+    const BlockingCall call(seconds);
+    status = operation(*core, call.bounds());
   }
-  return to_python(status);
+  return status.ok() ? nb::none() : to_python(status, core->group);
 }
 
 void bind_status(nb::module_& module);

@@ -67,7 +67,7 @@ void set_abort_reason(Group& group, std::string_view reason) {
 nb::object abort(const PyGroup& self, std::string_view reason) {
   Group& group = self.require_core()->group;
   set_abort_reason(group, reason);
-  return to_python(group.abort(Status{.code = Code::aborted, .reporter = group.rank()}));
+  return to_python(group.abort(Status{.code = Code::aborted, .reporter = group.rank()}), group);
 }
 
 nb::object abort_deadlock(const PyGroup& self, int peer, std::string_view reason) {
@@ -75,7 +75,7 @@ nb::object abort_deadlock(const PyGroup& self, int peer, std::string_view reason
   set_abort_reason(group, reason);
   // All groups of the deadlock are broken before any rank leaves one of them because of it.
   const Status status{.code = Code::deadlock, .peer = peer, .reporter = group.rank()};
-  return to_python(group.abort(status, false));
+  return to_python(group.abort(status, false), group);
 }
 
 void fail(const PyGroup& self, bool wake, std::string_view reason) {
@@ -105,7 +105,7 @@ nb::object flight_recorder(const PyGroup& self, int rank, std::size_t history) {
 nb::class_<PyGroup> bind_group(nb::module_& module) {
   module.attr("LAYOUT_VERSION") = kLayoutVersion;
   module.attr("MAX_RANKS") = kMaxRanks;
-  module.attr("INLINE_BYTES") = kInlineBytes;
+  module.attr("SMALL_BYTES") = kSmallBytes;
   module.attr("CHUNK_BYTES") = kChunkBytes;
   module.attr("RING_BYTES") = kRingBytes;
   module.def("usable_cores", &usable_cores);
@@ -121,7 +121,10 @@ nb::class_<PyGroup> bind_group(nb::module_& module) {
           [](const PyGroup& self) { return self.require_core()->group.segment().descriptor(); })
       .def_prop_ro("rank", [](const PyGroup& self) { return self.require_core()->group.rank(); })
       .def("connect",
-           [](const PyGroup& self) { return to_python(self.require_core()->group.connect()); })
+           [](const PyGroup& self) {
+             Group& group = self.require_core()->group;
+             return to_python(group.connect(), group);
+           })
       .def("absent_ranks", &absent_ranks)
       .def(
           "pid", [](const PyGroup& self, int rank) { return self.require_core()->group.pid(rank); },
@@ -143,7 +146,9 @@ nb::class_<PyGroup> bind_group(nb::module_& module) {
       .def("is_awaited",
            [](const PyGroup& self) { return self.require_core()->group.is_awaited(); })
       .def("failure",
-           [](const PyGroup& self) { return to_python(self.require_core()->group.failure()); })
+           [](const PyGroup& self) {
+             return to_python(self.require_core()->group.failure_report());
+           })
       .def("abort", &abort, nb::arg("reason"))
       .def("abort_deadlock", &abort_deadlock, nb::arg("peer"), nb::arg("reason"))
       .def("fail", &fail, nb::arg("wake"), nb::arg("reason") = "")

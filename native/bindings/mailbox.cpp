@@ -2,6 +2,8 @@
 
 #include <nanobind/stl/string_view.h>
 
+#include <algorithm>
+
 #include "core.h"
 
 namespace phalanx::bindings {
@@ -29,6 +31,7 @@ MessagePtr py_irecv(const PyGroup& self, Address data, std::size_t count, int dt
 nb::object py_send(const PyGroup& self, Address data, std::size_t count, int dtype, int destination,
                    int tag, double timeout) {
   return run(self, timeout, [&](Core& core, const Bounds& bounds) {
+    bounds.block();
     const auto message =
         core.mailbox.send(pointer(data), count, static_cast<DType>(dtype), destination, tag, false);
     return core.mailbox.wait(*message, bounds);
@@ -39,6 +42,7 @@ nb::object py_recv(const PyGroup& self, Address data, std::size_t count, int dty
                    int tag, double timeout) {
   int peer = source;
   nb::object status = run(self, timeout, [&](Core& core, const Bounds& bounds) {
+    bounds.block();
     const auto message =
         core.mailbox.recv(pointer(data), count, static_cast<DType>(dtype), source, tag, false);
     const Status ended = core.mailbox.wait(*message, bounds);
@@ -105,7 +109,8 @@ void py_stop(const PyGroup& self) {
 void py_watch(const PyGroup& self, const MessagePtr& message, double timeout) {
   const auto core = self.require_core();
   const nb::gil_scoped_release release;
-  core->mailbox.watch(message, bounds_for(timeout).deadline);
+  const auto span = std::chrono::duration<double>(std::min(timeout, 24.0 * 3600 * 365));
+  core->mailbox.watch(message, Clock::now() + std::chrono::duration_cast<Clock::duration>(span));
 }
 
 }  // namespace
@@ -116,7 +121,7 @@ void bind_mailbox(nb::module_& module, nb::class_<PyGroup>& group) {
       .def_prop_ro("done", &Message::done)
       .def_prop_ro(
           "status",
-          [](const Message& self) { return self.done() ? to_python(self.status()) : nb::none(); })
+          [](const Message& self) { return self.done() ? to_python(self.failure()) : nb::none(); })
       .def_prop_ro("peer", &Message::peer);
   group
       .def("send", &py_send, nb::arg("data"), nb::arg("count"), nb::arg("dtype"),

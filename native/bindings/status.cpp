@@ -60,21 +60,45 @@ namespace {
 // The function called in a thread that has waited for long; see set_watcher. Guarded by the GIL.
 PyObject* watcher = nullptr;
 
-// The begin of this thread's operation, and the waiting time after which the watcher is called
-// next.
-struct Wait {
-  Clock::time_point began;
-  Clock::duration next_call;
-};
-thread_local Wait current_wait;
-constexpr auto kFirstCall = std::chrono::seconds(1);
-constexpr auto kRepeatedCall = std::chrono::milliseconds(500);
+constexpr auto kFirstWatch = std::chrono::seconds(1);
+constexpr auto kRepeatedWatch = std::chrono::milliseconds(500);
+
+void set_watcher(nb::object call) { watcher = call.release().ptr(); }
+
+}  // namespace
+
+thread_local BlockingCall* BlockingCall::current_ = nullptr;
+
+BlockingCall::BlockingCall(double seconds) : outer_(std::exchange(current_, this)) {
+  constexpr double kEndless = 24.0 * 3600 * 365;
+  if (seconds < kEndless) {
+    bounds_.timeout =
+        std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  }
+  bounds_.interrupted = &check_signals;
+  bounds_.blocks = &release;
+}
+
+BlockingCall::~BlockingCall() {
+  if (released_ != nullptr) {
+    PyEval_RestoreThread(released_);
+  }
+  current_ = outer_;
+}
+
+void BlockingCall::release() {
+  if (current_->released_ == nullptr) {
+    current_->began_ = Clock::now();
+    current_->next_watch_ = kFirstWatch;
+    current_->released_ = PyEval_SaveThread();
+  }
+}
 
 // Calls the watcher at growing intervals, and again soon if it suspected something. Returns true if
 // a signal handler has raised meanwhile: that error stands.
-bool watch(Clock::time_point now) {
-  const Clock::duration waited = now - current_wait.began;
-  if (watcher == nullptr || waited < current_wait.next_call) {
+bool BlockingCall::watch(Clock::time_point now) {
+  const Clock::duration waited = now - began_;
+  if (watcher == nullptr || waited < next_watch_) {
     return false;
   }
   const nb::object suspected = nb::steal(PyObject_CallNoArgs(watcher));
@@ -85,31 +109,17 @@ bool watch(Clock::time_point now) {
     PyErr_WriteUnraisable(watcher);
   }
   const bool soon = suspected.is_valid() && suspected.is(nb::bool_(true));
-  current_wait.next_call = soon ? waited + kRepeatedCall : 2 * waited;
+  next_watch_ = soon ? waited + kRepeatedWatch : 2 * waited;
   return false;
 }
 
-bool python_signals() {
-  const nb::gil_scoped_acquire acquire;
-  if (PyErr_CheckSignals() != 0) {
-    return true;
-  }
-  return watch(Clock::now());
-}
-
-void set_watcher(nb::object call) { watcher = call.release().ptr(); }
-
-}  // namespace
-
-Bounds bounds_for(double seconds) {
-  const auto now = Clock::now();
-  const std::chrono::duration<double> span(seconds);
-  current_wait = {.began = now, .next_call = kFirstCall};
-  const bool endless = span >= std::chrono::hours(24 * 365);
-  return {.deadline = endless ? Clock::time_point::max()
-                              : now + std::chrono::duration_cast<Clock::duration>(span),
-          .begin = now,
-          .interrupted = python_signals};
+bool BlockingCall::check_signals() {
+  BlockingCall* const call = current_;
+  release();
+  PyEval_RestoreThread(std::exchange(call->released_, nullptr));
+  const bool interrupted = PyErr_CheckSignals() != 0 || call->watch(Clock::now());
+  call->released_ = PyEval_SaveThread();
+  return interrupted;
 }
 
 void raise_system_error(int error) {
@@ -118,14 +128,20 @@ void raise_system_error(int error) {
   throw nb::python_error();
 }
 
-nb::object to_python(const Status& status) {
-  if (status.ok()) {
+nb::object to_python(const Failure& failure) {
+  if (failure.status.ok()) {
     return nb::none();
   }
-  if (status.code == Code::interrupted && PyErr_Occurred() != nullptr) {
+  if (failure.status.code == Code::interrupted && PyErr_Occurred() != nullptr) {
     throw nb::python_error();
   }
-  return nb::cast(status);
+  return nb::cast(failure);
+}
+
+nb::object to_python(const Status& status, const Group& group) {
+  Failure failure = group.failure_report();
+  failure.status = status;
+  return to_python(failure);
 }
 
 void bind_status(nb::module_& module) {
@@ -138,13 +154,13 @@ void bind_status(nb::module_& module) {
       .def_prop_ro("kind", [](const Fingerprint& self) { return name_of(self.kind); })
       .def_prop_ro("dtype", [](const Fingerprint& self) { return static_cast<int>(self.dtype); })
       .def_prop_ro("op", [](const Fingerprint& self) { return static_cast<int>(self.op); });
-  nb::class_<Status>(module, "Status", "The reason for the failure of an operation.")
-      .def_prop_ro("code", [](const Status& self) { return name_of(self.code); })
-      .def_ro("peer", &Status::peer)
-      .def_ro("reporter", &Status::reporter)
-      .def_ro("error", &Status::error)
-      .def_ro("mine", &Status::mine)
-      .def_ro("theirs", &Status::theirs);
+  nb::class_<Failure>(module, "Status", "The reason for the failure of an operation.")
+      .def_prop_ro("code", [](const Failure& self) { return name_of(self.status.code); })
+      .def_prop_ro("peer", [](const Failure& self) { return self.status.peer; })
+      .def_prop_ro("reporter", [](const Failure& self) { return self.status.reporter; })
+      .def_prop_ro("error", [](const Failure& self) { return self.status.error; })
+      .def_ro("mine", &Failure::mine)
+      .def_ro("theirs", &Failure::theirs);
 }
 
 }  // namespace phalanx::bindings

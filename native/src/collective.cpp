@@ -166,6 +166,9 @@ const std::byte* Collective::data(int peer) const {
 
 Status Collective::enter(Peers peers, bool staged) {
   publish(staged);
+  if (!bounds_.runs_ahead) {
+    peers = Peers::all;
+  }
   if (event().sleepers.load(std::memory_order_relaxed) != kLocked) {
     notify(event());
   }

@@ -312,7 +312,10 @@ void Mailbox::prefault(int peer) {
 }
 
 void Mailbox::finish(const MessagePtr& message, const Status& status) {
-  message->status_ = status;
+  if (!status.ok()) {
+    message->failure_ = group_.failure_report();
+    message->failure_.status = status;
+  }
   end_record(*message);
   outstanding_.fetch_sub(1, std::memory_order_seq_cst);
   // Publishes status, peer and data to other threads of this process; pairs with Message::done.
@@ -756,7 +759,7 @@ void Mailbox::end_remote(Message& message, Code outcome, std::int16_t global_ran
   const MailboxLock lock(*this);
   if (!message.done()) {
     message.global_rank_ = global_rank;
-    message.status_.code = outcome;
+    message.failure_.status.code = outcome;
     end_record(message);
     message.done_.store(true, std::memory_order_release);  // pairs with Message::done
   }
@@ -792,7 +795,7 @@ void Mailbox::end_record(Message& message) {
     return;
   }
   record.end = nanoseconds(Clock::now());
-  record.outcome = message.status_.code;
+  record.outcome = message.failure_.status.code;
   record.peer = global_rank_of(message);
   if (message.wait_began_ != 0) {
     record.waited = record.end - message.wait_began_;

@@ -15,7 +15,7 @@ DTYPES: dict[str, int]
 REDUCE_OPS: dict[str, int]
 LAYOUT_VERSION: int
 MAX_RANKS: int
-INLINE_BYTES: int
+SMALL_BYTES: int
 CHUNK_BYTES: int
 RING_BYTES: int
 PAGE_BYTES: int

@@ -16,7 +16,7 @@ SUB_GROUPS = 3
 # Maximum number of bytes that a rank passes to one operation.
 LARGEST = 8 * 2**20
 # Sizes in bytes at which the core changes its algorithm.
-LIMITS = (_native.INLINE_BYTES, _native.RING_BYTES, _native.CHUNK_BYTES, 2**20)
+LIMITS = (_native.SMALL_BYTES, _native.RING_BYTES, _native.CHUNK_BYTES, 2**20)
 
 # Relative frequency of each kind.
 WEIGHTS = {

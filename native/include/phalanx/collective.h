@@ -5,9 +5,11 @@
 // that it needs. It compares their fingerprints with its own before it reads their data. Larger data
 // follow in phases, which are ordered by the group's steps.
 //
-// A rank that only gives data (the root of a broadcast, all others in a gather) waits for no entry,
-// and may be ahead of its peers by kEntries - 1 collectives. It compares its fingerprints with
-// theirs later: each entry also has a hash of all fingerprints before it.
+// Usually every rank waits for all entries, so that all report a mismatch in the collective where it
+// happens. If the caller allows it (Bounds::runs_ahead), a rank that only gives data (the root of a
+// broadcast, all others in a gather) waits for no entry, and may be ahead of its peers by
+// kEntries - 1 collectives; the others wait for those that give. The rest is compared later: each
+// entry also has a hash of all fingerprints before it.
 //
 // Memory is reused by two rules. A rank that has entered collective k + 1 has finished k, so its peers
 // may replace the entries of k. And a rank whose step is that of the end of k has finished k, so its
@@ -22,7 +24,7 @@
 
 namespace phalanx {
 
-// The peers whose entries a rank waits for.
+// The peers whose entries a rank needs.
 enum class Peers : std::uint8_t { none, root, all };
 
 class Collective {
@@ -53,7 +55,7 @@ class Collective {
   bool is_located() const { return (place_ & kLocated) != 0; }
   std::byte* payload() const { return entry(self(), group_.entries_ + 1).payload; }
 
-  // Enters the collective. `staged`: whether this rank's first data are in place, or it has none.
+  // Enters the collective. `peers`: those that this rank must wait for. `staged`: whether this rank's first data are in place, or it has none.
   Status enter(Peers peers, bool staged = true);
   // The same of a peer whose entry this rank has waited for.
   const std::byte* data(int peer) const;

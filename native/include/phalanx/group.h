@@ -76,8 +76,12 @@ class Group {
   // status to report here. Without `wake`, sleepers notice when their slice ends, which leaves time
   // to break other groups first.
   Status abort(Failure reason, bool wake = true);
-  // Returns the status of a collective that failed: breaks the group, and records the outcome.
-  Status fail_collective(const Failure& reason) { return record_outcome(abort(reason)); }
+  // Returns the status of a collective that failed: breaks the group, and records the outcome. Peers
+  // that report the failure look for the call site in this rank's flight recorder.
+  Status fail_collective(const Failure& reason) {
+    publish_record();
+    return record_outcome(abort(reason));
+  }
   // Ok, or the reason why the group is broken.
   Status failure() const {
     PHALANX_STEP("failure: check the abort word");

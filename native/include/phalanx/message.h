@@ -41,7 +41,8 @@ class Message {
   // Pairs with the store in Mailbox::finish.
   bool done() const { return done_.load(std::memory_order_acquire); }
   // Once done: ok, or the reason of the failure; and the rank that it came from or went to.
-  const Status& status() const { return status_; }
+  const Status& status() const { return failure_.status; }
+  const Failure& failure() const { return failure_; }
   int peer() const { return peer_; }
 
  private:
@@ -69,7 +70,7 @@ class Message {
   std::size_t moved_ = 0;  // for a send: bytes of envelope, payload and padding in the channel
   bool watched_ = false;
   Clock::time_point deadline_ = Clock::time_point::max();  // when watched
-  Status status_;
+  Failure failure_ = Status{};
   // The record in the flight recorder, and its slot.
   Record record_;
   int slot_ = -1;

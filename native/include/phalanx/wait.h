@@ -31,6 +31,8 @@ class Bounds {
   // Called before waits that are not short, and before long copies: other threads of the process
   // should be able to run meanwhile. A further call does nothing.
   void (*blocks)() = nullptr;
+  // Whether a rank that only gives data in a collective may return before its peers have entered it.
+  bool runs_ahead = false;
 
   Bounds within(Clock::duration time) const {
     Bounds other = *this;
