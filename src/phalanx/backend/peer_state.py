@@ -17,11 +17,12 @@ from phalanx.observe.escape import escape
 from phalanx.observe.exception_hook import SESSION_ENDED
 from phalanx.observe.model import Group, Operation, Rank, select_blocking
 from phalanx.observe.recorder_reader import build_rank
+from phalanx.system.polling import attempts
 
 _MAX_TEXT_LENGTH = 640
 """The maximum length of a rank's own text, in characters; longer than its recorder can hold."""
-_MAX_COPIES = 3
-"""The number of copies of a recorder to search; one may lack an operation that just ended."""
+_SEARCH_SECONDS = 0.2
+"""The time for which to look for an operation that a rank has entered and not recorded yet."""
 _LONG_HISTORY = 512
 """The number of a rank's last operations to search for a fingerprint."""
 _SHORT_HISTORY = 8
@@ -38,13 +39,17 @@ def format_rank(group: Any, rank: int) -> str:
 
 def format_call_site(group: _native.Group, rank: int, operation: _native.Fingerprint) -> str:
     """Return the call site of a rank's operation, as in " at train.py:40"; empty if unknown."""
-    for _ in range(_MAX_COPIES):
+    # A copy may lack an operation that just ended. A small one is recorded when it has waited for a
+    # microsecond, or has ended: that rank may have lost its core in between.
+    for _ in attempts(time.monotonic() + _SEARCH_SECONDS):
         record = read_rank(group, rank, _LONG_HISTORY)
         if record is None:
             break
         match = _find_operation(record, group, operation)
-        if match and match.site:
+        if match:
             return format_site(match.site)
+        if process_state(group.pid(rank)) in ("", "Z", "T", "t"):
+            break
     return ""
 
 
