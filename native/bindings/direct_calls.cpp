@@ -454,7 +454,7 @@ struct Send : SingleMessage {
   bool parse(Arguments& arguments) { return parse_message(arguments); }
   Status run(Core& core, const Bounds& bounds) const {
     const auto message =
-        core.mailbox.send(pointer(data.address), data.count, data.dtype, peer, tag, false);
+        core.mailbox.isend(pointer(data.address), data.count, data.dtype, peer, tag, false);
     return core.mailbox.wait(*message, bounds);
   }
 };
@@ -465,7 +465,7 @@ struct Recv : SingleMessage {
   bool parse(Arguments& arguments) { return parse_message(arguments); }
   Status run(Core& core, const Bounds& bounds) const {
     const auto message =
-        core.mailbox.recv(pointer(data.address), data.count, data.dtype, peer, tag, false);
+        core.mailbox.irecv(pointer(data.address), data.count, data.dtype, peer, tag, false);
     return core.mailbox.wait(*message, bounds);
   }
   static void finish(const nb::object& group) {

@@ -16,7 +16,7 @@ MessagePtr py_isend(const PyGroup& self, Address data, std::size_t count, int dt
   const auto core = self.require_core();
   mark_call_site();
   const nb::gil_scoped_release release;
-  return core->mailbox.send(pointer(data), count, static_cast<DType>(dtype), destination, tag,
+  return core->mailbox.isend(pointer(data), count, static_cast<DType>(dtype), destination, tag,
                             true);
 }
 
@@ -25,7 +25,7 @@ MessagePtr py_irecv(const PyGroup& self, Address data, std::size_t count, int dt
   const auto core = self.require_core();
   mark_call_site();
   const nb::gil_scoped_release release;
-  return core->mailbox.recv(pointer(data), count, static_cast<DType>(dtype), source, tag, true);
+  return core->mailbox.irecv(pointer(data), count, static_cast<DType>(dtype), source, tag, true);
 }
 
 nb::object py_send(const PyGroup& self, Address data, std::size_t count, int dtype, int destination,
@@ -33,7 +33,7 @@ nb::object py_send(const PyGroup& self, Address data, std::size_t count, int dty
   return run(self, timeout, [&](Core& core, const Bounds& bounds) {
     bounds.block();
     const auto message =
-        core.mailbox.send(pointer(data), count, static_cast<DType>(dtype), destination, tag, false);
+        core.mailbox.isend(pointer(data), count, static_cast<DType>(dtype), destination, tag, false);
     return core.mailbox.wait(*message, bounds);
   });
 }
@@ -44,7 +44,7 @@ nb::object py_recv(const PyGroup& self, Address data, std::size_t count, int dty
   nb::object status = run(self, timeout, [&](Core& core, const Bounds& bounds) {
     bounds.block();
     const auto message =
-        core.mailbox.recv(pointer(data), count, static_cast<DType>(dtype), source, tag, false);
+        core.mailbox.irecv(pointer(data), count, static_cast<DType>(dtype), source, tag, false);
     const Status ended = core.mailbox.wait(*message, bounds);
     peer = message->peer();
     return ended;

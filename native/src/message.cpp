@@ -75,7 +75,7 @@ std::vector<MessagePtr> Matching::take_all_receives() {
 }
 
 void Matching::add_unexpected(int source, UnexpectedMessage unexpected) {
-  unexpected_bytes_ += unexpected.envelope.bytes;
+  unexpected_bytes_ += unexpected.envelope.bytes();
   unexpected_[key(source, unexpected.envelope.tag)].push_back(std::move(unexpected));
 }
 
@@ -96,7 +96,7 @@ const UnexpectedMessage* Matching::find_unexpected(const Message& recv, int* sou
 
 void Matching::drop_unexpected(int source, std::int32_t tag) {
   const auto found = unexpected_.find(key(source, tag));
-  unexpected_bytes_ -= found->second.front().envelope.bytes;
+  unexpected_bytes_ -= found->second.front().envelope.bytes();
   found->second.pop_front();
   if (found->second.empty()) {
     unexpected_.erase(found);

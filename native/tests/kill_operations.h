@@ -184,8 +184,8 @@ inline Status RankTask::run_messages(Mailbox& mailbox, const Bounds& bounds,
       const std::size_t count = tag == 0 ? half : task_.count() - half;
       const std::size_t other = tag == 0 ? task_.count() - half : half;
       if (peer == self_) continue;
-      all.push_back(mailbox.send(given_[i].data() + begin, count, kDType, peer, tag, served));
-      all.push_back(mailbox.recv(taken_[i].data() + (begin == 0 ? half : 0), other, kDType, peer,
+      all.push_back(mailbox.isend(given_[i].data() + begin, count, kDType, peer, tag, served));
+      all.push_back(mailbox.irecv(taken_[i].data() + (begin == 0 ? half : 0), other, kDType, peer,
                                  1 - tag, served));
     }
   }

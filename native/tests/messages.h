@@ -66,12 +66,12 @@ struct TestMessage {
 };
 
 inline void post_send(Rank& rank, TestMessage& message, bool detached = false) {
-  message.message = rank.mailbox.send(message.data(), message.id.size(), DType::uint8,
+  message.message = rank.mailbox.isend(message.data(), message.id.size(), DType::uint8,
                                       message.id.destination, message.id.tag, detached);
 }
 
 inline void post_recv(Rank& rank, TestMessage& message, bool detached = false) {
-  message.message = rank.mailbox.recv(message.data(), message.id.size(), DType::uint8,
+  message.message = rank.mailbox.irecv(message.data(), message.id.size(), DType::uint8,
                                       message.id.source, message.id.tag, detached);
 }
 

@@ -113,18 +113,18 @@ TEST(a_recv_of_any_source_is_withdrawn_or_answered) {
       if (rank.self == 1) {
         value = 1'000 + static_cast<std::uint64_t>(round);
         ranks::random_delay(rank.random);
-        const auto sent = rank.mailbox.send(&value, 1, DType::int64, 0, 5, false);
+        const auto sent = rank.mailbox.isend(&value, 1, DType::int64, 0, 5, false);
         CHECK(rank.mailbox.wait(*sent, within()).ok());
         rank.together.arrive_and_wait();
         continue;
       }
-      const auto expected = rank.mailbox.recv(&value, 1, DType::int64, kAnySource, 5, false);
+      const auto expected = rank.mailbox.irecv(&value, 1, DType::int64, kAnySource, 5, false);
       ranks::random_delay(rank.random);
       if (rank.mailbox.withdraw(*expected, 17)) {
         CHECK(expected->done() && expected->status().ok());
         CHECK_EQ(value, 0U);
         CHECK(!rank.mailbox.withdraw(*expected, 17));
-        const auto again = rank.mailbox.recv(&value, 1, DType::int64, 1, 5, false);
+        const auto again = rank.mailbox.irecv(&value, 1, DType::int64, 1, 5, false);
         CHECK(rank.mailbox.wait(*again, within()).ok());
       } else {
         CHECK(rank.mailbox.wait(*expected, within()).ok());
@@ -150,7 +150,7 @@ TEST(a_recv_that_a_remote_rank_may_answer_outlasts_the_local_ranks) {
       rank.together.arrive_and_wait();
       rank.mailbox.expect_remote(remote);
       std::uint64_t value = 0;
-      const auto unanswered = rank.mailbox.recv(&value, 1, DType::int64, kAnySource, 5, false);
+      const auto unanswered = rank.mailbox.irecv(&value, 1, DType::int64, kAnySource, 5, false);
       const Status status = rank.mailbox.wait(*unanswered, within(remote ? 200ms : 60'000ms));
       CHECK_EQ(status.code, remote ? Code::timeout : Code::left);
     });

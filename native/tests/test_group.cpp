@@ -59,9 +59,9 @@ void check_refused(Rank& rank, Code code) {
     CHECK_EQ(scatter(rank.group, parts.data(), data.data(), count, u8, 0, bounds).code, code);
     CHECK_EQ(all_gather(rank.group, data.data(), parts.data(), count, u8, bounds).code, code);
     for (int peer = 0; peer < rank.size; ++peer) {
-      const auto sent = rank.mailbox.send(data.data(), count, u8, peer, 0, false);
+      const auto sent = rank.mailbox.isend(data.data(), count, u8, peer, 0, false);
       CHECK_EQ(rank.mailbox.wait(*sent, bounds).code, code);
-      const auto received = rank.mailbox.recv(data.data(), count, u8, peer, 0, false);
+      const auto received = rank.mailbox.irecv(data.data(), count, u8, peer, 0, false);
       CHECK_EQ(rank.mailbox.wait(*received, bounds).code, code);
     }
   }

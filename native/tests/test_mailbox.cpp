@@ -79,8 +79,8 @@ TEST(messages_of_every_size) {
       std::vector<std::byte> data(size, rank.self == 0 ? std::byte{0x3c} : std::byte{0});
       if (rank.self == 0 && size != 0) data.front() = data.back() = std::byte{0x77};
       const auto message = rank.self == 0
-                               ? rank.mailbox.send(data.data(), size, DType::uint8, 1, 9, false)
-                               : rank.mailbox.recv(data.data(), size, DType::uint8, 0, 9, false);
+                               ? rank.mailbox.isend(data.data(), size, DType::uint8, 1, 9, false)
+                               : rank.mailbox.irecv(data.data(), size, DType::uint8, 0, 9, false);
       CHECK(wait_for(rank, message).ok());
       const auto odd = std::count_if(data.begin(), data.end(),
                                      [](std::byte byte) { return byte != std::byte{0x3c}; });
@@ -127,8 +127,8 @@ TEST(reversed_order_needs_no_space_in_the_channel) {
       auto& buffer = data[static_cast<std::size_t>(i)];
       if (rank.self == 0) buffer.assign(size, static_cast<std::byte>(tag));
       messages.push_back(rank.self == 0
-                             ? rank.mailbox.send(buffer.data(), size, DType::uint8, 1, tag, false)
-                             : rank.mailbox.recv(buffer.data(), size, DType::uint8, 0, tag, false));
+                             ? rank.mailbox.isend(buffer.data(), size, DType::uint8, 1, tag, false)
+                             : rank.mailbox.irecv(buffer.data(), size, DType::uint8, 0, tag, false));
       if (rank.self == 1) {
         CHECK(wait_for(rank, messages.back()).ok());
         CHECK(buffer.front() == static_cast<std::byte>(tag));
@@ -150,7 +150,7 @@ TEST(any_source_keeps_the_order_of_each_source) {
         for (std::int64_t i = 0; i < each; ++i) {
           const Content content{rank.self, i};
           ranks::random_delay(rank.random);
-          CHECK(wait_for(rank, rank.mailbox.send(&content, 2, DType::int64, 0, 5, false)).ok());
+          CHECK(wait_for(rank, rank.mailbox.isend(&content, 2, DType::int64, 0, 5, false)).ok());
         }
         return;
       }
@@ -158,7 +158,7 @@ TEST(any_source_keeps_the_order_of_each_source) {
       std::vector<Content> contents(n, {-1, -1});
       std::vector<MessagePtr> messages;
       for (std::size_t i = 0; i < n; ++i) {
-        messages.push_back(rank.mailbox.recv(&contents[i], 2, DType::int64, kAnySource, 5, false));
+        messages.push_back(rank.mailbox.irecv(&contents[i], 2, DType::int64, kAnySource, 5, false));
         if (rank.random.one_in(3)) CHECK(wait_for(rank, messages.back()).ok());
       }
       std::vector<std::int64_t> next(static_cast<std::size_t>(size));
@@ -259,7 +259,7 @@ TEST(a_server_stops_while_it_sleeps) {
     std::byte byte{};
     // whether it has nothing to do, or waits for a message that never comes
     Server idle(rank.mailbox);
-    if (rank.self == 0) (void)rank.mailbox.recv(&byte, 1, DType::uint8, 1, 0, true);
+    if (rank.self == 0) (void)rank.mailbox.irecv(&byte, 1, DType::uint8, 1, 0, true);
     ranks::random_delay(rank.random);
   });
 }

@@ -24,13 +24,13 @@ TEST(messages_of_a_different_size_or_type_are_refused) {
         Status status;
         if (rank.self == 0) {
           if (recv_first) rank.together.arrive_and_wait();
-          const auto sent = rank.mailbox.send(data.data(), each.sent, each.sent_as, 1, 3, false);
+          const auto sent = rank.mailbox.isend(data.data(), each.sent, each.sent_as, 1, 3, false);
           if (!recv_first) rank.together.arrive_and_wait();
           (void)wait_for(rank, sent);  // it may have been sent before the receiver saw it
           status = barrier(rank.group, within());
         } else if (rank.self == 1) {
           if (!recv_first) rank.together.arrive_and_wait();
-          const auto asked = rank.mailbox.recv(data.data(), each.asked, each.asked_as, 0, 3, false);
+          const auto asked = rank.mailbox.irecv(data.data(), each.asked, each.asked_as, 0, 3, false);
           if (recv_first) rank.together.arrive_and_wait();
           status = wait_for(rank, asked);
           CHECK(std::all_of(data.begin(), data.end(), [](auto b) { return b == std::byte{0x42}; }));
@@ -90,7 +90,7 @@ TEST(a_server_accepts_a_rank_that_left_after_its_part) {
         std::byte byte{};
         for (int i = 0; i < ranks::scaled(50'000); ++i) {
           const int source = i == 0 ? kAnySource : 1;
-          (void)rank.mailbox.recv(&byte, 1, DType::uint8, source, 1, true);
+          (void)rank.mailbox.irecv(&byte, 1, DType::uint8, source, 1, true);
         }
         post_recv(rank, second, true);
         post_recv(rank, first, true);
@@ -132,7 +132,7 @@ TEST(waiting_for_a_message_of_a_rank_that_left_fails) {
         std::unique_ptr<Server> server;
         if (served) server = std::make_unique<Server>(rank.mailbox);
         const auto message =
-            rank.mailbox.recv(&byte, 1, DType::uint8, any ? kAnySource : 1, 0, served);
+            rank.mailbox.irecv(&byte, 1, DType::uint8, any ? kAnySource : 1, 0, served);
         if (served) {
           CHECK(ranks::eventually([&] { return message->done(); }));
         }
@@ -153,13 +153,13 @@ TEST(any_source_includes_other_threads_of_the_same_rank) {
       std::int32_t value = 0;
       const std::int32_t sent = 12;
       if (!second_thread) {
-        CHECK(wait_for(rank, rank.mailbox.send(&sent, 1, DType::int32, 0, 7, false)).ok());
+        CHECK(wait_for(rank, rank.mailbox.isend(&sent, 1, DType::int32, 0, 7, false)).ok());
       }
-      const auto message = rank.mailbox.recv(&value, 1, DType::int32, kAnySource, 0, false);
+      const auto message = rank.mailbox.irecv(&value, 1, DType::int32, kAnySource, 0, false);
       if (second_thread) {
         // It has another tag: that it was posted is enough.
         std::thread([&] {
-          CHECK(rank.mailbox.send(&sent, 1, DType::int32, 0, 7, false) != nullptr);
+          CHECK(rank.mailbox.isend(&sent, 1, DType::int32, 0, 7, false) != nullptr);
         }).join();
       }
       // Long enough for checks of ranks that have left.
@@ -173,7 +173,7 @@ TEST(any_source_keeps_waiting_while_a_rank_remains) {
     std::int32_t value = 0;
     if (rank.self == 1) return;
     if (rank.self == 0) {
-      const auto message = rank.mailbox.recv(&value, 1, DType::int32, kAnySource, 0, false);
+      const auto message = rank.mailbox.irecv(&value, 1, DType::int32, kAnySource, 0, false);
       CHECK(wait_for(rank, message).ok());
       CHECK_EQ(value, 12);
       CHECK_EQ(message->peer(), 2);
@@ -182,7 +182,7 @@ TEST(any_source_keeps_waiting_while_a_rank_remains) {
       CHECK(ranks::eventually(
           [&] { return rank.group.segment().control(0).message_event.sleepers != 0; }));
       value = 12;
-      CHECK(wait_for(rank, rank.mailbox.send(&value, 1, DType::int32, 0, 0, false)).ok());
+      CHECK(wait_for(rank, rank.mailbox.isend(&value, 1, DType::int32, 0, 0, false)).ok());
     }
   });
 }
@@ -195,9 +195,9 @@ TEST(a_send_larger_than_the_channel_fails_when_the_receiver_leaves) {
       return;
     }
     std::vector<std::byte> data(2 * kRingBytes);
-    const auto small = rank.mailbox.send(data.data(), 10, DType::uint8, 1, 0, false);
+    const auto small = rank.mailbox.isend(data.data(), 10, DType::uint8, 1, 0, false);
     CHECK(wait_for(rank, small).ok());
-    const auto large = rank.mailbox.send(data.data(), data.size(), DType::uint8, 1, 0, false);
+    const auto large = rank.mailbox.isend(data.data(), data.size(), DType::uint8, 1, 0, false);
     CHECK_EQ(wait_for(rank, large).code, Code::left);
   });
 }
@@ -210,9 +210,9 @@ TEST(abort_ends_all_outstanding_messages) {
       if (served) server = std::make_unique<Server>(rank.mailbox);
       const int peer = (rank.self + 1) % 3;
       const std::vector<MessagePtr> messages = {
-          rank.mailbox.send(data.data(), data.size(), DType::uint8, peer, 0, served),
-          rank.mailbox.recv(data.data(), 1, DType::uint8, peer, 1, served),
-          rank.mailbox.recv(data.data(), 1, DType::uint8, peer, 2, served)};
+          rank.mailbox.isend(data.data(), data.size(), DType::uint8, peer, 0, served),
+          rank.mailbox.irecv(data.data(), 1, DType::uint8, peer, 1, served),
+          rank.mailbox.irecv(data.data(), 1, DType::uint8, peer, 2, served)};
       if (rank.self == 0) {
         for (const int other : {1, 2}) {
           Event& message_event = rank.group.segment().control(other).message_event;
@@ -235,7 +235,7 @@ TEST(the_deadline_of_a_message_names_its_peer) {
   ranks::run(2, [](Rank& rank) {
     std::byte byte{};
     if (rank.self == 0) {
-      const auto message = rank.mailbox.recv(&byte, 1, DType::uint8, 1, 8, false);
+      const auto message = rank.mailbox.irecv(&byte, 1, DType::uint8, 1, 8, false);
       const Status status = wait_for(rank, message, within(20ms));
       CHECK_EQ(status.code, Code::timeout);
       CHECK_EQ(status.peer, 1);
@@ -244,7 +244,7 @@ TEST(the_deadline_of_a_message_names_its_peer) {
       CHECK_EQ(rank.group.failure_report().mine.root, 1);
     }
     rank.together.arrive_and_wait();
-    const auto message = rank.mailbox.send(&byte, 1, DType::uint8, 1 - rank.self, 8, false);
+    const auto message = rank.mailbox.isend(&byte, 1, DType::uint8, 1 - rank.self, 8, false);
     CHECK_EQ(wait_for(rank, message).code, Code::timeout);
   });
 }
@@ -252,7 +252,7 @@ TEST(the_deadline_of_a_message_names_its_peer) {
 TEST(an_interrupted_wait_breaks_the_group) {
   ranks::run(2, [](Rank& rank) {
     std::byte byte{};
-    const auto message = rank.mailbox.recv(&byte, 1, DType::uint8, 1 - rank.self, 0, false);
+    const auto message = rank.mailbox.irecv(&byte, 1, DType::uint8, 1 - rank.self, 0, false);
     Bounds bounds = within();
     if (rank.self == 0) bounds.interrupted = [] { return true; };
     const Status status = wait_for(rank, message, bounds);
@@ -272,8 +272,8 @@ TEST(a_waiter_detects_failures_of_other_messages) {
     std::byte byte{};
     if (rank.self == 0) {
       Server server(rank.mailbox);
-      const auto unanswered = rank.mailbox.recv(&byte, 1, DType::uint8, 2, 0, true);
-      const auto waited = rank.mailbox.recv(&byte, 1, DType::uint8, 1, 0, false);
+      const auto unanswered = rank.mailbox.irecv(&byte, 1, DType::uint8, 2, 0, true);
+      const auto waited = rank.mailbox.irecv(&byte, 1, DType::uint8, 1, 0, false);
       const Status status = wait_for(rank, waited);
       CHECK_EQ(status.code, Code::left);
       CHECK_EQ(status.peer, 2);
@@ -291,10 +291,10 @@ TEST(closing_ends_the_waits_of_other_threads) {
       return;
     }
     std::vector<std::byte> data(2 * kRingBytes);
-    const auto unanswered = rank.mailbox.send(data.data(), data.size(), DType::uint8, 1, 0, true);
+    const auto unanswered = rank.mailbox.isend(data.data(), data.size(), DType::uint8, 1, 0, true);
     std::thread other([&rank] {
       std::byte byte{};
-      const auto message = rank.mailbox.recv(&byte, 1, DType::uint8, 1, 0, false);
+      const auto message = rank.mailbox.irecv(&byte, 1, DType::uint8, 1, 0, false);
       const Status status = wait_for(rank, message);
       CHECK_EQ(status.code, Code::left);
       CHECK_EQ(status.peer, 0);
@@ -304,7 +304,7 @@ TEST(closing_ends_the_waits_of_other_threads) {
     rank.mailbox.close();
     other.join();
     CHECK_EQ(wait_for(rank, unanswered).code, Code::left);
-    const auto late = rank.mailbox.send(data.data(), 1, DType::uint8, 1, 0, true);
+    const auto late = rank.mailbox.isend(data.data(), 1, DType::uint8, 1, 0, true);
     CHECK_EQ(wait_for(rank, late).code, Code::left);
     CHECK(rank.group.failure().ok());  // the others are not affected yet
     rank.together.arrive_and_wait();
@@ -316,7 +316,7 @@ TEST(a_watched_message_has_a_deadline) {
     Server server(rank.mailbox);
     std::byte byte{};
     if (rank.self == 0) {
-      const auto message = rank.mailbox.recv(&byte, 1, DType::uint8, 1, 8, true);
+      const auto message = rank.mailbox.irecv(&byte, 1, DType::uint8, 1, 8, true);
       rank.mailbox.watch(message, Clock::now() + 20ms);
       CHECK(ranks::eventually([&] { return server.reported() == 1; }));
       CHECK_EQ(message->status().code, Code::timeout);
@@ -338,8 +338,8 @@ TEST(all_of_a_thousand_messages_fail_when_a_rank_leaves) {
       std::vector<MessagePtr> messages;
       for (int i = 0; i < 1000; ++i) {
         messages.push_back(
-            i % 2 == 0 ? rank.mailbox.recv(data.data(), 1, DType::uint8, 2, i, served)
-                       : rank.mailbox.send(data.data(), data.size(), DType::uint8, 2, i, served));
+            i % 2 == 0 ? rank.mailbox.irecv(data.data(), 1, DType::uint8, 2, i, served)
+                       : rank.mailbox.isend(data.data(), data.size(), DType::uint8, 2, i, served));
       }
       for (const MessagePtr& message : messages) {
         CHECK_EQ(wait_for(rank, message).code, Code::left);

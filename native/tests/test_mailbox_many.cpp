@@ -68,9 +68,9 @@ TEST(thousands_outstanding_in_two_random_orders) {
           out[send] = sent[i] ^ left;
           const int source = asked[i] % 3 == 0 ? kAnySource : left;
           messages.push_back(
-              rank.mailbox.recv(&in[recv], 1, DType::int32, source, asked[i], served));
+              rank.mailbox.irecv(&in[recv], 1, DType::int32, source, asked[i], served));
           messages.push_back(
-              rank.mailbox.send(&out[send], 1, DType::int32, right, sent[i], served));
+              rank.mailbox.isend(&out[send], 1, DType::int32, right, sent[i], served));
         }
         for (const MessagePtr& message : messages) {
           if (!CHECK(wait_for(rank, message).ok())) return;
@@ -91,7 +91,7 @@ TEST(recvs_of_one_tag_are_matched_in_posting_order) {
     if (rank.self != 0) {
       for (std::int32_t i = 0; i < n; ++i) {
         const std::int32_t value = rank.self * n + i;
-        CHECK(wait_for(rank, rank.mailbox.send(&value, 1, DType::int32, 0, 4, false)).ok());
+        CHECK(wait_for(rank, rank.mailbox.isend(&value, 1, DType::int32, 0, 4, false)).ok());
       }
       return;
     }
@@ -99,7 +99,7 @@ TEST(recvs_of_one_tag_are_matched_in_posting_order) {
     std::vector<MessagePtr> messages;
     for (std::int32_t& value : in) {
       const int source = std::array{kAnySource, 1, 2}[rank.random.below(3)];
-      messages.push_back(rank.mailbox.recv(&value, 1, DType::int32, source, 4, false));
+      messages.push_back(rank.mailbox.irecv(&value, 1, DType::int32, source, 4, false));
       ranks::random_delay(rank.random);
     }
     std::int32_t next[3] = {};
@@ -117,9 +117,9 @@ TEST(a_message_larger_than_4_gib) {
   ranks::run(2, [](Rank& rank) {
     Endless memory(size + 1, rank.self == 0 ? std::byte{0x3c} : std::byte{0});
     if (rank.self == 0) {
-      CHECK(wait_for(rank, rank.mailbox.send(memory.data(), size, DType::uint8, 1, 0, false)).ok());
+      CHECK(wait_for(rank, rank.mailbox.isend(memory.data(), size, DType::uint8, 1, 0, false)).ok());
     } else {
-      CHECK(wait_for(rank, rank.mailbox.recv(memory.data(), size, DType::uint8, 0, 0, false)).ok());
+      CHECK(wait_for(rank, rank.mailbox.irecv(memory.data(), size, DType::uint8, 0, 0, false)).ok());
       const auto odd = std::count_if(memory.data(), memory.data() + Endless::kPart,
                                      [](std::byte byte) { return byte != std::byte{0x3c}; });
       CHECK_EQ(odd, 0);
@@ -134,12 +134,12 @@ TEST(a_flood_of_other_messages_does_not_hide_the_deadline) {
     if (rank.self == 1) {
       Status status;
       while (status.ok()) {
-        status = wait_for(rank, rank.mailbox.send(&byte, 1, DType::uint8, 0, 1, false));
+        status = wait_for(rank, rank.mailbox.isend(&byte, 1, DType::uint8, 0, 1, false));
       }
       CHECK_EQ(status.code, Code::timeout);
       return;
     }
-    const auto message = rank.mailbox.recv(&byte, 1, DType::uint8, 1, 2, false);
+    const auto message = rank.mailbox.irecv(&byte, 1, DType::uint8, 1, 2, false);
     const Status status = wait_for(rank, message, within(30ms));
     CHECK_EQ(status.code, Code::timeout);
     CHECK_EQ(rank.group.failure_report().mine.sequence, 2u);
@@ -153,12 +153,12 @@ TEST(unexpected_messages_are_accounted_for) {
     if (rank.self == 0) {
       for (const int tag : {1, 2, 3, 4}) {
         CHECK(
-            wait_for(rank, rank.mailbox.send(data.data(), 1000, DType::uint8, 1, tag, false)).ok());
+            wait_for(rank, rank.mailbox.isend(data.data(), 1000, DType::uint8, 1, tag, false)).ok());
       }
     } else {
       for (const int tag : {3, 1, 4, 2}) {
         CHECK(
-            wait_for(rank, rank.mailbox.recv(data.data(), 1000, DType::uint8, 0, tag, false)).ok());
+            wait_for(rank, rank.mailbox.irecv(data.data(), 1000, DType::uint8, 0, tag, false)).ok());
       }
       CHECK_EQ(rank.mailbox.unexpected_peak(), 2000u);
     }
@@ -172,8 +172,8 @@ TEST(a_long_message_does_not_delay_other_threads) {
     std::vector<std::byte> large(16 * kRingBytes);
     const auto turn = [&rank](std::byte* data, std::size_t size, int tag) {
       const auto message = rank.self == 0
-                               ? rank.mailbox.send(data, size, DType::uint8, 1, tag, false)
-                               : rank.mailbox.recv(data, size, DType::uint8, 0, tag, false);
+                               ? rank.mailbox.isend(data, size, DType::uint8, 1, tag, false)
+                               : rank.mailbox.irecv(data, size, DType::uint8, 0, tag, false);
       return CHECK(wait_for(rank, message).ok());
     };
     std::thread streaming([&] {
@@ -191,8 +191,8 @@ TEST(test_makes_progress) {
   ranks::run(2, [](Rank& rank) {
     std::vector<std::byte> out(3 * kRingBytes, std::byte{0x11}), in(3 * kRingBytes);
     const int peer = 1 - rank.self;
-    const auto send = rank.mailbox.send(out.data(), out.size(), DType::uint8, peer, 0, true);
-    const auto recv = rank.mailbox.recv(in.data(), in.size(), DType::uint8, peer, 0, true);
+    const auto send = rank.mailbox.isend(out.data(), out.size(), DType::uint8, peer, 0, true);
+    const auto recv = rank.mailbox.irecv(in.data(), in.size(), DType::uint8, peer, 0, true);
     CHECK(ranks::eventually([&] { return rank.mailbox.test(*recv); }));
     CHECK(ranks::eventually([&] { return rank.mailbox.test(*send); }));
     CHECK(in == out);

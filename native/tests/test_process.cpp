@@ -245,7 +245,7 @@ TEST(a_killed_rank_is_lost_to_a_rank_that_waits_for_its_message) {
   Peer peer([](Group&, Mailbox&) { wait_forever(); });
   std::thread killer = peer.killer(peer.group->segment().control(0).message_event);
   float value = 0;
-  const auto message = peer.mailbox->recv(&value, 1, DType::float32, 1, 0, false);
+  const auto message = peer.mailbox->irecv(&value, 1, DType::float32, 1, 0, false);
   const Status status = peer.mailbox->wait(*message, within());
   const auto end = Clock::now();
   killer.join();
@@ -259,7 +259,7 @@ TEST(a_killed_rank_is_lost_to_a_rank_that_sends_to_it) {
   Peer peer([](Group&, Mailbox&) { wait_forever(); });
   std::thread killer = peer.killer(peer.group->segment().control(0).message_event);
   const std::vector<std::byte> data(4 * kRingBytes);
-  const auto message = peer.mailbox->send(data.data(), data.size(), DType::uint8, 1, 0, false);
+  const auto message = peer.mailbox->isend(data.data(), data.size(), DType::uint8, 1, 0, false);
   const Status status = peer.mailbox->wait(*message, within());
   killer.join();
   check_killed(status, *peer.group);
@@ -270,7 +270,7 @@ TEST(messages_sent_before_a_rank_was_killed_arrive) {
   Peer peer([](Group&, Mailbox& mailbox) {
     const int values[] = {11, 22};
     for (const int& value : values) {
-      (void)mailbox.send(&value, 1, DType::int32, 0, value, false);
+      (void)mailbox.isend(&value, 1, DType::int32, 0, value, false);
     }
     kill(getpid(), SIGKILL);
   });
@@ -279,12 +279,12 @@ TEST(messages_sent_before_a_rank_was_killed_arrive) {
   CHECK(ranks::eventually([&] { return process.ended(); }));
   for (const int tag : {22, 11}) {
     int value = 0;
-    const auto message = peer.mailbox->recv(&value, 1, DType::int32, 1, tag, false);
+    const auto message = peer.mailbox->irecv(&value, 1, DType::int32, 1, tag, false);
     CHECK(peer.mailbox->wait(*message, within()).ok());
     CHECK_EQ(value, tag);
   }
   int value = 0;
-  const auto message = peer.mailbox->recv(&value, 1, DType::int32, 1, 11, false);
+  const auto message = peer.mailbox->irecv(&value, 1, DType::int32, 1, 11, false);
   check_killed(peer.mailbox->wait(*message, within()), *peer.group);
 }
 

@@ -37,9 +37,13 @@ static_assert(offsetof(RankControl, message_event) == 384 && offsetof(RankContro
 static_assert(offsetof(RankControl, presence) == 452 &&
               offsetof(RankControl, failure_fingerprints) == 456 &&
               offsetof(RankControl, recorder_descriptor) == 488);
-static_assert(sizeof(Channel) == 4096 + 262144 && alignof(Channel) == 4096);
+static_assert(sizeof(Slot) == 64 && offsetof(Slot, count) == 8 && offsetof(Slot, tag) == 16);
+static_assert(offsetof(Slot, ready) == 20 && offsetof(Slot, dtype) == 24);
+static_assert(offsetof(Slot, payload) == 25 && kSlots == 1024 && kSlotPayload == 32);
+static_assert(sizeof(Channel) == 4096 + 65536 + 262144 && alignof(Channel) == 4096);
+static_assert(offsetof(Channel, tail) == 64 && offsetof(Channel, taken) == 72);
+static_assert(offsetof(Channel, slots) == 4096 && offsetof(Channel, ring) == 4096 + 65536);
 static_assert(sizeof(SharedFingerprint) == 16);
-static_assert(sizeof(Envelope) == 64);
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 static_assert(std::atomic<Presence>::is_always_lock_free);
@@ -103,7 +107,7 @@ TEST(parts_are_contiguous) {
     for (int source = 0; source < ranks; ++source) {
       for (int destination = 0; destination < ranks; ++destination) {
         CHECK_EQ(offset(&segment->channel(source, destination)), next);
-        next += 4096 + 262144;
+        next += 4096 + 65536 + 262144;
       }
     }
     CHECK_EQ(Segment::bytes_for(ranks), next);

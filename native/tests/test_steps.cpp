@@ -157,10 +157,10 @@ TEST(a_message_that_was_sent_before_a_rank_left_arrives) {
   int checks = 0;
   bool in_slice = false;
   const auto send = [&](std::size_t from, std::int32_t tag) {
-    (void)three.mailboxes[from]->send(&sent, 1, DType::uint8, 2, tag, false);
+    (void)three.mailboxes[from]->isend(&sent, 1, DType::uint8, 2, tag, false);
   };
-  const auto received = three.mailboxes[2]->recv(&first, 1, DType::uint8, 0, 0, false);
-  const auto other = three.mailboxes[2]->recv(&second, 1, DType::uint8, 1, 0, false);
+  const auto received = three.mailboxes[2]->irecv(&first, 1, DType::uint8, 0, 0, false);
+  const auto other = three.mailboxes[2]->irecv(&second, 1, DType::uint8, 1, 0, false);
   const Hook hook([&](std::string_view step) {
     if (step == "wait: announce") {
       in_slice = false;
@@ -184,12 +184,12 @@ TEST(a_message_that_was_sent_before_the_group_broke_arrives) {
   const std::byte sent{7};
   std::byte first{};
   std::byte second{};
-  const auto there = three.mailboxes[2]->recv(&first, 1, DType::uint8, 0, 0, false);
-  const auto missing = three.mailboxes[2]->recv(&second, 1, DType::uint8, 1, 0, false);
+  const auto there = three.mailboxes[2]->irecv(&first, 1, DType::uint8, 0, 0, false);
+  const auto missing = three.mailboxes[2]->irecv(&second, 1, DType::uint8, 1, 0, false);
   int checks = 0;
   const Hook hook([&](std::string_view step) {
-    if (step != "recv: check for bytes" || ++checks != 2) return;
-    (void)three.mailboxes[0]->send(&sent, 1, DType::uint8, 2, 0, false);
+    if (step != "recv: check for a message" || ++checks != 2) return;
+    (void)three.mailboxes[0]->isend(&sent, 1, DType::uint8, 2, 0, false);
     (void)three.groups[0]->abort(Status{.code = Code::peer_lost, .peer = 1, .reporter = 0});
   });
   (void)three.mailboxes[2]->test(*there);
@@ -254,25 +254,25 @@ TEST(the_first_of_two_interleaved_failures_wins) {
 }
 
 TEST(a_receiver_at_any_step_of_a_send_is_woken) {
-  for (const std::string_view at_step : {"send: publish the head", "notify: check for sleepers"}) {
+  for (const std::string_view at_step : {"send: publish the slot", "notify: check for sleepers"}) {
     const Pair pair;
     const Channel& channel = pair.segment->channel(0, 1);
     const std::byte data{};
     CHECK(wakes(
-        at_step, pair.control(1).message_event, [&] { return channel.head.load() != 0; },
-        [&] { (void)pair.mailboxes[0]->send(&data, 1, DType::uint8, 1, 0, false); }));
+        at_step, pair.control(1).message_event, [&] { return channel.slots[0].number.load() != 0; },
+        [&] { (void)pair.mailboxes[0]->isend(&data, 1, DType::uint8, 1, 0, false); }));
   }
 }
 
 TEST(a_sender_at_any_step_of_a_receive_is_woken) {
-  for (const std::string_view at_step : {"recv: publish the tail", "notify: check for sleepers"}) {
+  for (const std::string_view at_step : {"recv: return the slot", "notify: check for sleepers"}) {
     const Pair pair;
     const Channel& channel = pair.segment->channel(0, 1);
     std::byte data{};
-    (void)pair.mailboxes[0]->send(&data, 1, DType::uint8, 1, 0, false);
+    (void)pair.mailboxes[0]->isend(&data, 1, DType::uint8, 1, 0, false);
     CHECK(wakes(
-        at_step, pair.control(0).message_event, [&] { return channel.tail.load() != 0; },
-        [&] { (void)pair.mailboxes[1]->recv(&data, 1, DType::uint8, 0, 0, false); }));
+        at_step, pair.control(0).message_event, [&] { return channel.taken.load() != 0; },
+        [&] { (void)pair.mailboxes[1]->irecv(&data, 1, DType::uint8, 0, 0, false); }));
   }
 }
 
@@ -280,15 +280,15 @@ TEST(a_sender_at_any_step_of_a_receive_is_woken) {
 TEST(a_thread_that_finds_the_mailbox_locked_is_woken) {
   const Pair pair;
   std::array<std::byte, 2> data{};
-  const auto first = pair.mailboxes[1]->recv(&data[0], 1, DType::uint8, 0, 1, false);
+  const auto first = pair.mailboxes[1]->irecv(&data[0], 1, DType::uint8, 0, 1, false);
   std::unique_ptr<Sleeper> sleeper;
   bool done = false;
   const Hook hook([&](std::string_view step) {
-    if (step != "recv: check for bytes" || sleeper != nullptr) return;
+    if (step != "recv: check for a message" || sleeper != nullptr) return;
     // In another thread, since this one holds the mutex.
     sleeper = std::make_unique<Sleeper>(pair.control(1).message_event);
     std::thread([&] { done = pair.mailboxes[1]->test(*first); }).join();
   });
-  (void)pair.mailboxes[1]->recv(&data[1], 1, DType::uint8, 0, 2, false);
+  (void)pair.mailboxes[1]->irecv(&data[1], 1, DType::uint8, 0, 2, false);
   CHECK(sleeper != nullptr && !done && sleeper->woken());
 }

@@ -33,11 +33,11 @@ class Mailbox {
   // Posts an operation and moves what can be moved at once; `data` must live until it is done. A
   // send is done when the message is in the channel, a recv when it is in `data`. `detached`: the
   // caller continues without waiting, so serve() takes over.
-  MessagePtr send(const void* data, std::size_t count, DType dtype, int destination,
-                  std::int32_t tag, bool detached);
+  MessagePtr isend(const void* data, std::size_t count, DType dtype, int destination,
+                   std::int32_t tag, bool detached);
   // `source` may be kAnySource. Count and dtype must equal those of the message.
-  MessagePtr recv(void* data, std::size_t count, DType dtype, int source, std::int32_t tag,
-                  bool detached);
+  MessagePtr irecv(void* data, std::size_t count, DType dtype, int source, std::int32_t tag,
+                   bool detached);
 
   // Blocks until the message is done, and makes progress on all operations meanwhile. A deadline or
   // an interrupt breaks the group.
@@ -81,13 +81,13 @@ class Mailbox {
   struct Incoming {
     bool begun = false;
     Envelope envelope{};
-    std::size_t moved = 0;  // bytes of payload and padding
+    std::size_t moved = 0;  // bytes of payload
     MessagePtr receiver;
     std::unique_ptr<std::byte[]> buffer;  // destination of the payload of an unexpected message
+
+    std::byte* target() const { return buffer ? buffer.get() : receiver->data_; }
   };
 
-  Channel& send_channel(int peer) const { return group_.segment().channel(group_.rank(), peer); }
-  Channel& recv_channel(int peer) const { return group_.segment().channel(peer, group_.rank()); }
   Event& message_event(int rank) const { return group_.segment().control(rank).message_event; }
 
   // Without mutex_.
@@ -107,10 +107,7 @@ class Mailbox {
   bool progress_for(const Message& message);
   bool progress_sends(int peer);
   bool progress_recvs(int peer);
-  std::size_t write_piece(Message& message, Channel& channel, std::uint64_t head, std::size_t room);
-  std::size_t read_piece(Incoming& incoming, const Channel& channel, std::uint64_t tail,
-                         std::size_t available);
-  bool begin_message(int peer, Incoming& incoming, const Channel& channel, std::uint64_t tail);
+  bool begin_message(int peer, Incoming& incoming);
   void end_message(int peer, Incoming& incoming);
   bool take_unexpected(const MessagePtr& recv);
   bool attach_receiver(const MessagePtr& recv, int peer);
@@ -132,6 +129,8 @@ class Mailbox {
   std::mutex mutex_;
   // Guarded by mutex_.
   std::uint64_t posted_ = 0;
+  std::deque<ChannelSender> senders_;          // by destination
+  std::deque<ChannelReceiver> receivers_;      // by source
   std::vector<std::deque<MessagePtr>> sends_;  // by destination
   Matching matching_;
   std::vector<Incoming> incoming_;   // by source

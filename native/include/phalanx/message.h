@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "phalanx/channel.h"
 #include "phalanx/flight_recorder.h"
 #include "phalanx/segment.h"
 #include "phalanx/status.h"
@@ -19,16 +20,6 @@
 namespace phalanx {
 
 inline constexpr int kAnySource = -1;
-
-// The header of every message in a channel.
-struct Envelope {
-  std::uint64_t count;
-  std::uint64_t bytes;
-  std::int32_t tag;
-  DType dtype;
-  std::uint8_t reserved[43];
-};
-static_assert(sizeof(Envelope) == kCacheLine);
 
 // Shared by its caller and, until it is done, by the mailbox. The mailbox's mutex guards the fields
 // until done() is true.
@@ -57,6 +48,7 @@ class Message {
             .kind = kind_,
             .dtype = dtype_};
   }
+  Envelope envelope() const { return {.count = count_, .tag = tag_, .dtype = dtype_}; }
   std::size_t bytes() const { return count_ * size_of(dtype_); }
 
   std::uint64_t id_ = 0;  // in the order of posting
@@ -67,7 +59,8 @@ class Message {
   int peer_;
   std::int32_t tag_;
   std::int16_t global_rank_ = -1;  // of the peer, if it is on another host
-  std::size_t moved_ = 0;  // for a send: bytes of envelope, payload and padding in the channel
+  bool begun_ = false;     // for a send: whether the channel has its envelope
+  std::size_t moved_ = 0;  // for a send: bytes of payload in the channel
   bool watched_ = false;
   Clock::time_point deadline_ = Clock::time_point::max();  // when watched
   Failure failure_ = Status{};

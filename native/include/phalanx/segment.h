@@ -50,7 +50,10 @@ inline constexpr std::size_t kLargeRing = 2 * kOversubscribedChunkBytes;
 inline constexpr std::size_t kExchangeBytes = kOversubscribedChunkBytes / 2;
 // The part of each that is allocated at once.
 inline constexpr std::size_t kExchangeReady = kSmallBytes;
-// The capacity of a channel, for messages on their way from one rank to another.
+// The capacity of a channel, for messages on their way from one rank to another: their number, and
+// the bytes of those that do not fit into their slots.
+inline constexpr std::uint64_t kSlots = 1024;
+inline constexpr std::size_t kSlotPayload = 32;
 inline constexpr std::size_t kRingBytes = 256 * 1024;
 
 // An event on which ranks sleep; see wait.h.
@@ -113,14 +116,28 @@ static_assert(offsetof(RankControl, step_event) == 5 * kCacheLine);
 static_assert(offsetof(RankControl, message_event) == 6 * kCacheLine);
 static_assert(offsetof(RankControl, pid) == 7 * kCacheLine);
 
-// Messages from one rank to another: a ring buffer; positions count all bytes ever written.
+// A message in a channel; writer: the sender.
+struct alignas(kCacheLine) Slot {
+  std::atomic<std::uint64_t> number;  // of the message, from 1; written last
+  std::uint64_t count;                // elements
+  std::int32_t tag;
+  std::uint32_t ready;  // bytes of payload that were in the ring when the slot was published
+  DType dtype;
+  std::byte payload[kSlotPayload];  // of a message that fits
+};
+static_assert(sizeof(Slot) == kCacheLine);
+
+// Messages from one rank to another; see channel.h.
 struct Channel {
-  alignas(kCacheLine) std::atomic<std::uint64_t> head;  // writer: the sender; bytes written
-  alignas(kCacheLine) std::atomic<std::uint64_t> tail;  // writer: the receiver; bytes read
-  alignas(kPage) std::byte ring[kRingBytes];            // writer: the sender
+  alignas(kCacheLine) std::atomic<std::uint64_t> head;   // writer: the sender; bytes written
+  alignas(kCacheLine) std::atomic<std::uint64_t> tail;   // writer: the receiver; bytes read
+  std::atomic<std::uint64_t> taken;                      // writer: the receiver; messages
+  alignas(kPage) Slot slots[kSlots];                     // by number
+  alignas(kPage) std::byte ring[kRingBytes];             // writer: the sender
 };
 static_assert(offsetof(Channel, tail) == kCacheLine);
-static_assert(offsetof(Channel, ring) == kPage);
+static_assert(offsetof(Channel, slots) == kPage);
+static_assert(offsetof(Channel, ring) == kPage + kSlots * sizeof(Slot));
 static_assert((kRingBytes & (kRingBytes - 1)) == 0);
 
 class Segment {

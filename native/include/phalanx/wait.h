@@ -8,6 +8,10 @@
 // ready() is true. In the former case the ticket has changed before the kernel compares it, or the
 // wake-up finds the waiter asleep. A waiter killed in between leaves `sleepers` too high, which
 // causes needless wake-ups from then on, but never a lost one.
+//
+// A notifier that does not own the event would take its cache line from the owner with each of these
+// writes. It may only read `sleepers` (notify_peer), if the store that makes ready() true, and the
+// load in ready(), are seq_cst: each side then writes its own word and reads the other's.
 #pragma once
 
 #include <chrono>
@@ -58,6 +62,9 @@ class Bounds {
 
 // Wakes all sleepers on `event`. The store that makes them ready comes before.
 inline void notify(Event& event);
+// The same for an event of another rank. The store that makes sleepers ready was seq_cst, and so is
+// the load by which they find that.
+inline void notify_peer(Event& event);
 // The same, even if no sleeper is known.
 void notify_always(Event& event);
 
@@ -141,6 +148,14 @@ inline void notify(Event& event) {
   }
 }
 
+inline void notify_peer(Event& event) {
+  PHALANX_STEP("notify: check for sleepers");
+  // Pairs with the waiter's fetch_add in wait_until.
+  if (event.sleepers.load(std::memory_order_seq_cst) != 0) {
+    notify_always(event);
+  }
+}
+
 inline void unlock_and_notify(Event& event) {
   PHALANX_STEP("notify: check for sleepers");
   // acq_rel: pairs with the waiter's fetch_add in wait_until, and with try_lock.
@@ -194,8 +209,8 @@ Status wait_until(Event& event, SpinPolicy& spin_policy, const Bounds& bounds, R
   bool done = spin_policy.spin(ready);
   for (int slice = 1; !done; ++slice) {
     PHALANX_STEP("wait: announce");
-    // acq_rel: pairs with the read-modify-write in notify.
-    event.sleepers.fetch_add(1, std::memory_order_acq_rel);
+    // Pairs with the read-modify-write in notify, and with the load in notify_peer.
+    event.sleepers.fetch_add(1, std::memory_order_seq_cst);
     PHALANX_STEP("wait: read the ticket");
     // acquire: the check comes after it.
     const auto seen = event.ticket.load(std::memory_order_acquire);
