@@ -17,6 +17,7 @@
 #include "options.h"
 #include "overlap.h"
 #include "tensor.h"
+#include "tensor_memory.h"
 
 namespace phalanx::bindings {
 namespace {
@@ -31,7 +32,9 @@ struct OperationState {
 
 // The objects of Python that direct calls use; set once, guarded by the GIL.
 struct Environment {
-  // Functions without arguments whose result is false if nothing observes the thread's operations.
+  // Names in modules of torch whose values are False unless something observes operations in some
+  // thread, and functions without arguments whose result is false if nothing does in this one.
+  std::vector<std::pair<nb::dict, nb::str>> observer_flags;
   std::vector<nb::object> observers;
   std::array<std::int8_t, 16> ops{};  // by torch's number of the operator; -1: none
   nb::object done;                    // the work of an operation that has ended
@@ -453,9 +456,7 @@ struct Send : SingleMessage {
 
   bool parse(Arguments& arguments) { return parse_message(arguments); }
   Status run(Core& core, const Bounds& bounds) const {
-    const auto message =
-        core.mailbox.isend(pointer(data.address), data.count, data.dtype, peer, tag, false);
-    return core.mailbox.wait(*message, bounds);
+    return core.mailbox.send(pointer(data.address), data.count, data.dtype, peer, tag, bounds);
   }
 };
 
@@ -464,9 +465,7 @@ struct Recv : SingleMessage {
 
   bool parse(Arguments& arguments) { return parse_message(arguments); }
   Status run(Core& core, const Bounds& bounds) const {
-    const auto message =
-        core.mailbox.irecv(pointer(data.address), data.count, data.dtype, peer, tag, false);
-    return core.mailbox.wait(*message, bounds);
+    return core.mailbox.recv(pointer(data.address), data.count, data.dtype, peer, tag, bounds);
   }
   static void finish(const nb::object& group) {
     constexpr std::size_t kChecked = std::size_t{1} << 20;
@@ -480,7 +479,11 @@ struct Recv : SingleMessage {
 // ---- the methods ----
 
 bool is_observed() {
-  return std::ranges::any_of(environment().observers, [](const nb::object& count) {
+  const auto& flags = environment().observer_flags;
+  const bool none = !flags.empty() && std::ranges::all_of(flags, [](const auto& flag) {
+    return PyDict_GetItem(flag.first.ptr(), flag.second.ptr()) == Py_False;
+  });
+  return !none && std::ranges::any_of(environment().observers, [](const nb::object& count) {
     const nb::object answer = nb::steal(PyObject_CallNoArgs(count.ptr()));
     return !answer.is_valid() || PyObject_IsTrue(answer.ptr()) != 0;
   });
@@ -615,10 +618,15 @@ void install_direct_calls(nb::handle group_class, const nb::dict& layouts) {
   install<Recv>(group_class, {"recv"});
 }
 
-void set_environment(const nb::list& observers, const std::vector<int>& ops, nb::object done,
+void set_environment(const nb::list& observer_flags, const nb::list& observers, const std::vector<int>& ops, nb::object done,
                      const nb::list& blocking, nb::object check_unexpected,
                      nb::object fail_collective, nb::object fail_message) {
   Environment& all = environment();
+  for (const nb::handle each : observer_flags) {
+    all.observer_flags.emplace_back(nb::cast<nb::dict>(each[0].attr("__dict__")),
+                                    nb::steal<nb::str>(PyUnicode_InternFromString(
+                                        nb::cast<nb::str>(each[1]).c_str())));
+  }
   for (const nb::handle each : observers) {
     all.observers.push_back(nb::borrow(each));
   }
@@ -647,7 +655,10 @@ void bind_direct_calls(nb::module_& module) {
   module.def("find_field", &find_field, nb::arg("objects"), nb::arg("values"), nb::arg("size"));
   module.def("set_tensor_api", &set_tensor_api, nb::arg("table"), nb::arg("types"),
              nb::arg("is_neg"), nb::arg("is_conj"));
-  module.def("set_direct_call_environment", &set_environment, nb::arg("observers"), nb::arg("ops"),
+  module.def("find_view_bits", &find_view_bits, nb::arg("plain"), nb::arg("negative"),
+             nb::arg("conjugate"));
+  module.def("set_direct_call_environment", &set_environment, nb::arg("observer_flags"),
+             nb::arg("observers"), nb::arg("ops"),
              nb::arg("done"), nb::arg("blocking"), nb::arg("check_unexpected"),
              nb::arg("fail_collective"), nb::arg("fail_message"));
   module.def("install_direct_calls", &install_direct_calls, nb::arg("group_class"),

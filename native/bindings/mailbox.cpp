@@ -31,10 +31,8 @@ MessagePtr py_irecv(const PyGroup& self, Address data, std::size_t count, int dt
 nb::object py_send(const PyGroup& self, Address data, std::size_t count, int dtype, int destination,
                    int tag, double timeout) {
   return run(self, timeout, [&](Core& core, const Bounds& bounds) {
-    bounds.block();
-    const auto message =
-        core.mailbox.isend(pointer(data), count, static_cast<DType>(dtype), destination, tag, false);
-    return core.mailbox.wait(*message, bounds);
+    return core.mailbox.send(pointer(data), count, static_cast<DType>(dtype), destination, tag,
+                             bounds);
   });
 }
 
@@ -42,12 +40,8 @@ nb::object py_recv(const PyGroup& self, Address data, std::size_t count, int dty
                    int tag, double timeout) {
   int peer = source;
   nb::object status = run(self, timeout, [&](Core& core, const Bounds& bounds) {
-    bounds.block();
-    const auto message =
-        core.mailbox.irecv(pointer(data), count, static_cast<DType>(dtype), source, tag, false);
-    const Status ended = core.mailbox.wait(*message, bounds);
-    peer = message->peer();
-    return ended;
+    return core.mailbox.recv(pointer(data), count, static_cast<DType>(dtype), source, tag, bounds,
+                             &peer);
   });
   return status.is_none() ? nb::int_(peer) : status;
 }

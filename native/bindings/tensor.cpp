@@ -3,6 +3,8 @@
 #include <array>
 #include <cstdint>
 
+#include "tensor_memory.h"
+
 namespace phalanx::bindings {
 
 namespace {
@@ -144,6 +146,10 @@ bool read_tensor(PyObject* tensor, Operand& operand) {
   // A tensor without memory, of a class of torch's own.
   if (view.data == nullptr && operand.count != 0) {
     return false;
+  }
+  const int lazy = is_lazy_view(tensor);
+  if (lazy >= 0) {
+    return lazy == 0;
   }
   return denies(api.is_neg, tensor) && (!is_complex(operand.dtype) || denies(api.is_conj, tensor));
 }

@@ -8,18 +8,37 @@ namespace phalanx {
 namespace {
 
 // The unit of publication: small enough for the receiver to read while the sender writes on.
-constexpr std::size_t kPieceBytes = 32 * 1024;
+constexpr std::size_t kPieceBytes = 16 * 1024;
 
 }  // namespace
 
-bool ChannelSender::begin(const Envelope& envelope, const std::byte* payload, std::size_t& moved) {
+bool ChannelSender::has_slot() {
   if (sent_ - taken_ == kSlots) {
     PHALANX_STEP("send: check for a slot");
     // Pairs with the store in ChannelReceiver::begin: the slots have been read.
     taken_ = channel_.taken.load(std::memory_order_seq_cst);
-    if (sent_ - taken_ == kSlots) {
-      return false;
-    }
+  }
+  return sent_ - taken_ != kSlots;
+}
+
+// Returns the bytes that can be written now; `wanted` bytes are enough.
+std::size_t ChannelSender::room(std::size_t wanted) {
+  if (kRingBytes - (head_ - tail_) < wanted) {
+    PHALANX_STEP("send: check for space");
+    // Pairs with the store in ChannelReceiver::read: the bytes have been read.
+    tail_ = channel_.tail.load(std::memory_order_seq_cst);
+  }
+  return kRingBytes - (head_ - tail_);
+}
+
+bool ChannelSender::has_room(std::size_t bytes) {
+  return has_slot() &&
+         (bytes <= kSlotPayload || (bytes <= kPieceBytes && room(bytes) >= bytes));
+}
+
+bool ChannelSender::begin(const Envelope& envelope, const std::byte* payload, std::size_t& moved) {
+  if (!has_slot()) {
+    return false;
   }
   Slot& slot = channel_.slots[sent_ % kSlots];
   const std::size_t bytes = envelope.bytes();
@@ -55,12 +74,7 @@ std::size_t ChannelSender::write(const std::byte* from, std::size_t left) {
 // Writes to the ring, and does not publish. The next message begins on a cache line.
 std::size_t ChannelSender::write_piece(const std::byte* from, std::size_t left) {
   const std::size_t wanted = std::min(kPieceBytes, left);
-  if (kRingBytes - (head_ - tail_) < whole_lines(wanted)) {
-    PHALANX_STEP("send: check for space");
-    // Pairs with the store in ChannelReceiver::read: the bytes have been read.
-    tail_ = channel_.tail.load(std::memory_order_seq_cst);
-  }
-  const std::size_t piece = std::min(wanted, kRingBytes - (head_ - tail_));
+  const std::size_t piece = std::min(wanted, room(wanted));
   const std::size_t start = head_ & (kRingBytes - 1);
   const std::size_t first = std::min(piece, kRingBytes - start);
   copy_bytes(channel_.ring + start, from, first);

@@ -104,11 +104,86 @@ MessagePtr Mailbox::irecv(void* data, std::size_t count, DType dtype, int source
   return post(std::make_shared<Message>(Kind::recv, bytes, count, dtype, source, tag), detached);
 }
 
+Status Mailbox::send(const void* data, std::size_t count, DType dtype, int destination,
+                     std::int32_t tag, const Bounds& bounds) {
+  if (send_at_once(data, {.count = count, .tag = tag, .dtype = dtype}, destination)) {
+    return {};
+  }
+  bounds.block();
+  return wait(*isend(data, count, dtype, destination, tag, false), bounds);
+}
+
+Status Mailbox::recv(void* data, std::size_t count, DType dtype, int source, std::int32_t tag,
+                     const Bounds& bounds, int* actual_source) {
+  const Envelope envelope{.count = count, .tag = tag, .dtype = dtype};
+  if (source != kAnySource) {
+    Record record = group_.record_of(envelope.fingerprint(Kind::recv, source));
+    const ChannelReceiver& receiver = receivers_[static_cast<std::size_t>(source)];
+    if (look_briefly([&] { return receiver.has_message(); }) &&
+        recv_at_once(data, envelope, source, record)) {
+      return {};
+    }
+  }
+  bounds.block();
+  const MessagePtr message = irecv(data, count, dtype, source, tag, false);
+  const Status status = wait(*message, bounds);
+  if (actual_source != nullptr) {
+    *actual_source = message->peer();
+  }
+  return status;
+}
+
+bool Mailbox::send_at_once(const void* data, const Envelope& envelope, int destination) {
+  const auto index = static_cast<std::size_t>(destination);
+  const MailboxLock lock(*this, std::try_to_lock);
+  if (!lock.owns_lock() || !failed_.ok() || !sends_[index].empty() || !prefaulted_[index] ||
+      !senders_[index].has_room(envelope.bytes()) || !group_.failure().ok()) {
+    return false;
+  }
+  record_poster(destination);
+  Record record = group_.record_of(envelope.fingerprint(Kind::send, destination));
+  std::size_t moved = 0;
+  (void)senders_[index].begin(envelope, static_cast<const std::byte*>(data), moved);
+  notify_peer(message_event(destination));
+  record_short(record);
+  return true;
+}
+
+// Only if no recv before this one may match the message, and none of its kind is in private memory.
+bool Mailbox::recv_at_once(void* data, const Envelope& envelope, int source, Record& record) {
+  const auto index = static_cast<std::size_t>(source);
+  ChannelReceiver& receiver = receivers_[index];
+  const MailboxLock lock(*this, std::try_to_lock);
+  if (!lock.owns_lock() || !failed_.ok() || incoming_[index].begun ||
+      matching_.has_recv_for(source) || matching_.has_unexpected() || !receiver.has_message() ||
+      receiver.next() != envelope || !receiver.is_complete() || !group_.failure().ok()) {
+    return false;
+  }
+  record_poster(source);
+  auto* to = static_cast<std::byte*>(data);
+  const std::size_t bytes = envelope.bytes();
+  (void)receiver.begin(to);
+  if (bytes > kSlotPayload) {
+    (void)receiver.read(to, bytes, bytes);
+  }
+  notify_peer(message_event(source));
+  record_short(record);
+  return true;
+}
+
+void Mailbox::record_short(Record& record) {
+  if (group_.recorder_ != nullptr) {
+    record.peer = group_.global_rank(record.peer);
+    record.end = nanoseconds(Clock::now());
+    group_.recorder_->record(record);
+  }
+}
+
 MessagePtr Mailbox::post(MessagePtr message, bool detached) {
   {
     const MailboxLock lock(*this);
     message->id_ = ++posted_;
-    record_poster(*message);
+    record_poster(message->peer_);
     begin_record(*message);
     // seq_cst: pairs with the load in idle().
     outstanding_.fetch_add(1, std::memory_order_seq_cst);
@@ -264,12 +339,12 @@ bool Mailbox::progress_for(const Message& message) {
 
 // A message of any source may come from this rank itself, even if all others have left. That is
 // assumed to be possible once it has sent to itself, or once a second thread has posted anything.
-void Mailbox::record_poster(const Message& message) {
+void Mailbox::record_poster(int peer) {
   const std::thread::id self = std::this_thread::get_id();
   if (first_poster_ == std::thread::id()) {
     first_poster_ = self;
   }
-  may_send_to_self_ = may_send_to_self_ || first_poster_ != self || message.peer_ == group_.rank();
+  may_send_to_self_ = may_send_to_self_ || first_poster_ != self || peer == group_.rank();
 }
 
 void Mailbox::prefault(int peer) {

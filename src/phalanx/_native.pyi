@@ -588,7 +588,17 @@ def set_tensor_api(table: Any, types: tuple[type, type], is_neg: Any, is_conj: A
     Returns False if the table has another version of DLPack.
     """
 
+def find_view_bits(plain: list[Any], negative: list[Any], conjugate: list[Any]) -> bool:
+    """Find where tensors keep the bits of negative and conjugate views; False if that fails.
+
+    Args:
+        plain: Ordinary views; each list has tensors that differ in these bits only.
+        negative: Negative views.
+        conjugate: Conjugate views.
+    """
+
 def set_direct_call_environment(
+    observer_flags: list[tuple[Any, str]],
     observers: list[Callable[[], Any]],
     ops: list[int],
     done: Any,
@@ -600,7 +610,9 @@ def set_direct_call_environment(
     """Set what direct calls use of Python.
 
     Args:
-        observers: Functions whose result is false if nothing observes operations.
+        observer_flags: Modules and names whose values are False while nothing observes operations in
+            any thread.
+        observers: Functions whose result is false if nothing observes operations in this thread.
         ops: The core's code by torch's number of an operator; -1 for none.
         done: The result of a direct call.
         blocking: The code objects of functions that wait for the message that they post.

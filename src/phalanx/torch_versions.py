@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.utils import _python_dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +36,21 @@ None if PyTorch has no such method.
 
 TENSOR_TABLE: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 """PyTorch's table of C functions for its tensors, a capsule; None if it has none."""
+
+OBSERVER_FLAGS: list[tuple[Any, str]] = [
+    (module, name)
+    for module, name in (
+        (torch.autograd.profiler, "_is_profiler_enabled"),
+        (_python_dispatch, "_is_in_torch_dispatch_mode"),
+    )
+    if hasattr(module, name)
+]
+"""Names in modules that are False while no profiler and no dispatch mode is active in the process.
+
+PyTorch has them for quick checks. Empty unless it has both.
+"""
+if len(OBSERVER_FLAGS) < 2:
+    OBSERVER_FLAGS = []
 
 GROUPS_SET_TIMEOUT = hasattr(dist, "set_timeout")
 """True if PyTorch sets the timeout of any group through the group's method, as from 2.14 on."""

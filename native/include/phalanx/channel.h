@@ -23,6 +23,14 @@ struct Envelope {
   DType dtype = DType::uint8;
 
   std::size_t bytes() const { return count * size_of(dtype); }
+  // A message has no number in the sequence of collectives: the field holds the tag.
+  Fingerprint fingerprint(Kind kind, int peer) const {
+    return {.sequence = static_cast<std::uint64_t>(tag),
+            .count = count,
+            .root = peer,
+            .kind = kind,
+            .dtype = dtype};
+  }
   friend bool operator==(const Envelope&, const Envelope&) = default;
 };
 
@@ -33,11 +41,15 @@ class ChannelSender {
   // Publishes a message, if a slot is free, with as much of its payload as fits into the slot or
   // into a piece of the ring. Returns whether it did; `moved`: the bytes of payload.
   bool begin(const Envelope& envelope, const std::byte* payload, std::size_t& moved);
+  // Whether a message of this size can be published at once and whole.
+  bool has_room(std::size_t bytes);
   // Publishes the next piece of a payload of which `left` bytes are left. Returns its bytes; 0 if
   // there is no room.
   std::size_t write(const std::byte* from, std::size_t left);
 
  private:
+  bool has_slot();
+  std::size_t room(std::size_t wanted);
   std::size_t write_piece(const std::byte* from, std::size_t left);
 
   Channel& channel_;

@@ -30,6 +30,13 @@ class Mailbox {
  public:
   explicit Mailbox(Group& group);
 
+  // Block until the message is in the channel, or in `data`: isend or irecv, and wait. A short message
+  // that can be moved at once is not posted. `*actual_source`: of a message of any source.
+  Status send(const void* data, std::size_t count, DType dtype, int destination, std::int32_t tag,
+              const Bounds& bounds);
+  Status recv(void* data, std::size_t count, DType dtype, int source, std::int32_t tag,
+              const Bounds& bounds, int* actual_source = nullptr);
+
   // Posts an operation and moves what can be moved at once; `data` must live until it is done. A
   // send is done when the message is in the channel, a recv when it is in `data`. `detached`: the
   // caller continues without waiting, so serve() takes over.
@@ -90,6 +97,11 @@ class Mailbox {
 
   Event& message_event(int rank) const { return group_.segment().control(rank).message_event; }
 
+  // The short ways. Each returns whether the message has been moved.
+  bool send_at_once(const void* data, const Envelope& envelope, int destination);
+  bool recv_at_once(void* data, const Envelope& envelope, int source, Record& record);
+  void record_short(Record& record);
+
   // Without mutex_.
   MessagePtr post(MessagePtr message, bool detached);
   bool try_progress();
@@ -113,7 +125,7 @@ class Mailbox {
   bool attach_receiver(const MessagePtr& recv, int peer);
   bool matches(Message& message, int source, const Envelope& envelope);
   void prefault(int peer);
-  void record_poster(const Message& message);
+  void record_poster(int peer);
   void finish(const MessagePtr& message, const Status& status);
   std::int16_t global_rank_of(const Message& message) const;
   void begin_record(Message& message);

@@ -40,14 +40,7 @@ class Message {
   friend class Mailbox;
   friend class Matching;
 
-  // A message has no number in the sequence of collectives: the field holds the tag.
-  Fingerprint fingerprint() const {
-    return {.sequence = static_cast<std::uint64_t>(tag_),
-            .count = count_,
-            .root = peer_,
-            .kind = kind_,
-            .dtype = dtype_};
-  }
+  Fingerprint fingerprint() const { return envelope().fingerprint(kind_, peer_); }
   Envelope envelope() const { return {.count = count_, .tag = tag_, .dtype = dtype_}; }
   std::size_t bytes() const { return count_ * size_of(dtype_); }
 
@@ -106,6 +99,7 @@ class Matching {
   // The oldest message that matches a recv, whose source may be kAnySource, and its source.
   const UnexpectedMessage* find_unexpected(const Message& recv, int* source) const;
   void drop_unexpected(int source, std::int32_t tag);
+  bool has_unexpected() const { return !unexpected_.empty(); }
   // The payload bytes of the unexpected messages.
   std::size_t unexpected_bytes() const { return unexpected_bytes_; }
 

@@ -53,6 +53,7 @@ def install(group_class: type[dist.ProcessGroup]) -> None:
     if table is None or not _native.set_tensor_api(table, kinds, *queries):
         return
     _native.set_direct_call_environment(
+        observer_flags=torch_versions.OBSERVER_FLAGS,
         observers=[active_mode_count, is_profiling],
         ops=[OPS.get(number, -1) for number in range(max(OPS) + 1)],
         done=DONE,
@@ -61,8 +62,17 @@ def install(group_class: type[dist.ProcessGroup]) -> None:
         fail_collective=_fail_collective,
         fail_message=_fail_message,
     )
+    _native.find_view_bits(*_views())
     layouts = {name: layout for name in _OPTIONS if (layout := _layout(name)) is not None}
     _native.install_direct_calls(group_class, layouts)
+
+
+def _views() -> list[list[torch.Tensor]]:
+    """Return lists of ordinary, negative and conjugate views, which differ in nothing else."""
+    tensors = [torch.zeros(4, dtype=torch.complex64) for _ in range(32)]
+    # Made in turns, so that unused bytes of their memory do not differ by list.
+    views = [(each.view(4), torch._neg_view(each), torch._conj(each)) for each in tensors]
+    return [list(each) for each in zip(*views, strict=True)]
 
 
 def _layout(name: str) -> tuple[type, int, int, int, int] | None:

@@ -1,0 +1,152 @@
+#include "tensor_memory.h"
+
+#include <malloc.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace phalanx::bindings {
+namespace {
+
+using Word = std::uint64_t;
+
+// The position of the pointer to the C++ object in a tensor of Python, and the bits in the C++
+// object; -1: unknown. Guarded by the GIL; set once.
+struct Positions {
+  int object = -1;
+  int keys = -1;
+  Word lazy = 0;
+};
+Positions known;
+
+Word word_at(const void* memory, int position) {
+  Word value;
+  std::memcpy(&value, static_cast<const char*>(memory) + position, sizeof value);
+  return value;
+}
+
+const void* object_of(PyObject* tensor) {
+  return reinterpret_cast<const void*>(word_at(tensor, known.object));
+}
+
+Word address_attribute(nb::handle object) { return nb::cast<Word>(object.attr("_cdata")); }
+
+int size_of_object(const void* object) {
+  return static_cast<int>(malloc_usable_size(const_cast<void*>(object)) / sizeof(Word) *
+                          sizeof(Word));
+}
+
+// Returns the only position in the first `size` bytes of every memory that has its value; -1 if
+// there is none, or more than one.
+template <class Memory, class Value>
+int find_position(int size, std::size_t count, Memory memory, Value value) {
+  int found = -1;
+  for (int position = 0; position + 8 <= size; position += 8) {
+    bool matches = count != 0;
+    for (std::size_t i = 0; matches && i < count; ++i) {
+      matches = word_at(memory(i), position) == value(i);
+    }
+    if (matches && found >= 0) {
+      return -1;
+    }
+    found = matches ? position : found;
+  }
+  return found;
+}
+
+// Finds the only bit that is set in all of `with` and clear in all of `without`.
+bool find_bit(const nb::list& without, const nb::list& with, int& position, Word& bit) {
+  int size = INT32_MAX;
+  for (const nb::list* list : {&without, &with}) {
+    for (const nb::handle each : *list) {
+      size = std::min(size, size_of_object(object_of(each.ptr())));
+    }
+  }
+  int candidates = 0;
+  for (int at = 0; at + 8 <= size; at += 8) {
+    Word all_with = ~Word{0};
+    Word any_without = 0;
+    for (const nb::handle each : with) {
+      all_with &= word_at(object_of(each.ptr()), at);
+    }
+    for (const nb::handle each : without) {
+      any_without |= word_at(object_of(each.ptr()), at);
+    }
+    if (const Word bits = all_with & ~any_without; bits != 0) {
+      candidates += __builtin_popcountll(bits);
+      position = at;
+      bit = bits;
+    }
+  }
+  return candidates == 1;
+}
+
+}  // namespace
+
+bool find_view_bits(const nb::list& plain, const nb::list& negative, const nb::list& conjugate) {
+  std::vector<PyObject*> tensors;
+  std::vector<Word> addresses;
+  for (const nb::list* list : {&plain, &negative, &conjugate}) {
+    for (const nb::handle each : *list) {
+      tensors.push_back(each.ptr());
+      addresses.push_back(address_attribute(each));
+    }
+  }
+  const int head = tensors.empty() ? 0 : static_cast<int>(Py_TYPE(tensors[0])->tp_basicsize);
+  known.object = find_position(
+      head, tensors.size(), [&](std::size_t i) { return tensors[i]; },
+      [&](std::size_t i) { return addresses[i]; });
+  if (known.object < 0) {
+    return false;
+  }
+  int negative_at = -1;
+  int conjugate_at = -1;
+  Word negative_bit = 0;
+  Word conjugate_bit = 0;
+  if (!find_bit(plain, negative, negative_at, negative_bit) ||
+      !find_bit(plain, conjugate, conjugate_at, conjugate_bit) || negative_at != conjugate_at) {
+    return false;
+  }
+  known.keys = negative_at;
+  known.lazy = negative_bit | conjugate_bit;
+  return true;
+}
+
+int is_lazy_view(PyObject* tensor) {
+  return known.keys < 0 ? -1
+                        : static_cast<int>((word_at(object_of(tensor), known.keys) & known.lazy) !=
+                                           0);
+}
+
+// The fields from the pointer to the storage on: before it are counters of references. In the storage
+// likewise, from the pointer to the data on.
+TensorSnapshot::TensorSnapshot(nb::handle tensor)
+    : tensor_(nb::borrow(tensor)), storage_(tensor.attr("untyped_storage")()) {
+  if (known.object < 0) {
+    return;
+  }
+  const void* object = object_of(tensor.ptr());
+  const auto* storage = reinterpret_cast<const void*>(address_attribute(storage_));
+  const Word data = nb::cast<Word>(storage_.attr("data_ptr")());
+  const auto snapshot = [](const void* memory, Word value) {
+    const int size = size_of_object(memory);
+    const auto* begin = static_cast<const Word*>(memory);
+    const auto* end = begin + size / 8;
+    const auto* first = std::find(begin, end, value);
+    return first == end ? Words{} : Words{first, {first, end}};
+  };
+  fields_ = snapshot(object, reinterpret_cast<Word>(storage));
+  memory_ = snapshot(storage, data);
+  object_ = fields_.begin != nullptr && memory_.begin != nullptr ? object : nullptr;
+}
+
+bool TensorSnapshot::Words::are_current() const {
+  return std::memcmp(begin, values.data(), values.size() * sizeof(Word)) == 0;
+}
+
+bool TensorSnapshot::is_current() const {
+  return object_ != nullptr && object_of(tensor_.ptr()) == object_ && fields_.are_current() &&
+         memory_.are_current();
+}
+
+}  // namespace phalanx::bindings
