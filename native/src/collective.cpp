@@ -23,14 +23,15 @@ Collective::Collective(Group& group, const Fingerprint& own, const Bounds& bound
     group_.sequence_.store(own_.sequence, std::memory_order_relaxed);
   }
   own_.sequence = group_.sequence();
-  status_ = group_.failure();
-  if (!status_.ok()) {
-    status_ = group_.refuse(own_, status_);
-    return;
-  }
   if (!group_.composite_) {
     group_.current_ = own_;
-    group_.begin_record(own_);
+    group_.recording_ =
+        group_.recorder_ == nullptr ? Group::Recording::none : Group::Recording::due;
+  }
+  status_ = group_.failure();
+  if (!status_.ok()) {
+    status_ = group_.refuse(status_);
+    return;
   }
   const std::uint64_t number = group_.entries_ + 1;
   for (auto& pieces : group_.pieces_) {
@@ -172,6 +173,7 @@ Status Collective::enter(Peers peers, bool staged) {
   if (event().sleepers.load(std::memory_order_relaxed) != kLocked) {
     notify(event());
   }
+  group_.begin_record();  // while the entry is on its way
   const int first = peers == Peers::root ? own_.root : 0;
   const int end = peers == Peers::root ? own_.root + 1 : peers == Peers::all ? ranks_ : 0;
   int peer = first;

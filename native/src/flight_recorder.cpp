@@ -10,8 +10,10 @@
 #include <chrono>
 #include <cstring>
 #include <ctime>
+#include <type_traits>
 
 #include "phalanx/call_site.h"
+#include "phalanx/copy.h"
 #include "phalanx/hooks.h"
 
 namespace phalanx {
@@ -47,11 +49,39 @@ std::int64_t wall_clock_offset() {
 
 }  // namespace
 
+namespace {
+
+// The words of a record, put together from its fields. To read them from its memory would wait until
+// the fields, which are shorter, have reached the cache.
+Words words_of(const Record& record) {
+  static_assert(offsetof(Record, peer) == 48 && offsetof(Record, site) == 56);
+  const auto field = [](auto value, int position) {
+    using Unsigned = std::make_unsigned_t<decltype(value)>;
+    return static_cast<std::uint64_t>(static_cast<Unsigned>(value)) << position;
+  };
+  const auto byte = [&](auto value, int position) {
+    return field(static_cast<std::uint8_t>(value), position);
+  };
+  return {record.number,
+          record.begin,
+          record.end,
+          record.waited,
+          record.sequence,
+          record.count,
+          field(record.peer, 0) | field(record.waiting_for, 16) | byte(record.dtype, 32) |
+              byte(record.op, 40) | byte(record.outcome, 48) | byte(record.thread, 56),
+          field(record.site, 0) | field(record.group, 32) | byte(record.kind, 48) |
+              byte(record.reserved, 56)};
+}
+static_assert(std::endian::native == std::endian::little);
+
+}  // namespace
+
 // Every store of a word is a release: a reader that sees it also sees that `frame_` changed before.
 // Readers copy the file with a system call, in an order that the language does not define. They
 // rely on the processor's order, and check the frame.
 void SharedRecord::store(const Record& value) {
-  const auto words = std::bit_cast<Words>(value);
+  const Words words = words_of(value);
   PHALANX_STEP("record: frame");
   frame_.store(value.number, std::memory_order_relaxed);
   for (std::size_t i = kWords; i-- > 0;) {
@@ -68,7 +98,7 @@ void SharedRecord::clear() {
 
 void SharedRecord::waiting_for(const Record& value) {
   PHALANX_STEP("record: publish the awaited rank");
-  words_[kPeers].store(std::bit_cast<Words>(value)[kPeers], std::memory_order_release);
+  words_[kPeers].store(words_of(value)[kPeers], std::memory_order_release);
 }
 
 bool SharedRecord::load(Record& value) const {
@@ -205,6 +235,10 @@ void FlightRecorder::end(int slot, const Record& record) {
   const std::uint64_t index =
       layout_->header.operations_ended.fetch_add(1, std::memory_order_relaxed);
   layout_->history[index % kRecorderHistory].store(record);
+  // The next record, which spans two lines, is written while they are on their way to this core.
+  const SharedRecord* next = &layout_->history[(index + 1) % kRecorderHistory];
+  prefetch_to_write(next);
+  prefetch_to_write(next + 1);
   if (slot >= 0) {
     layout_->open[slot].clear();
     // Pairs with the exchange in begin().

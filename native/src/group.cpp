@@ -287,7 +287,7 @@ Status Group::status_while_waiting(int peer) {
 
 Record Group::record_of(const Fingerprint& own) const {
   const Caller& caller = current_caller();
-  return {.begin = nanoseconds(Clock::now()),
+  return {.begin = RecordClock::now(),
           .sequence = own.sequence,
           .count = own.count,
           .peer = static_cast<std::int16_t>(own.root),
@@ -299,24 +299,24 @@ Record Group::record_of(const Fingerprint& own) const {
           .kind = own.kind};
 }
 
-void Group::begin_record(const Fingerprint& own) {
-  if (recorder_ == nullptr) {
+void Group::begin_record() {
+  if (recording_ != Recording::due) {
     return;
   }
-  record_ = record_of(own);
+  record_ = record_of(current_);
   longest_wait_ = {};
   longest_wait_rank_ = -1;
   if (entry_ != nullptr) {
-    entry_->sequence.store(own.sequence, std::memory_order_relaxed);
+    entry_->sequence.store(current_.sequence, std::memory_order_relaxed);
   }
-  recording_ = true;
-  published_ = false;
+  recording_ = Recording::begun;
 }
 
 void Group::publish_record() {
-  if (recording_ && !published_) {
+  begin_record();
+  if (recording_ == Recording::begun) {
     slot_ = recorder_->begin(record_);
-    published_ = true;
+    recording_ = Recording::published;
   }
 }
 
@@ -341,24 +341,24 @@ void Group::end_composite_wait(std::int16_t global_rank, Clock::duration waited)
   end_wait_for(global_rank, waited);
 }
 
-Status Group::refuse(const Fingerprint& own, const Status& reason) {
-  if (!composite_ && !refused_) {
-    refused_ = true;
-    begin_record(own);
+Status Group::refuse(const Status& reason) {
+  if (!composite_ && std::exchange(refused_, true)) {
+    recording_ = Recording::none;
   }
+  begin_record();
   return record_outcome(reason);
 }
 
 void Group::begin_wait_for(std::int16_t global_rank) {
   publish_record();
-  if (recording_ && slot_ >= 0) {
+  if (recording_ != Recording::none && slot_ >= 0) {
     record_.waiting_for = global_rank;
     recorder_->waiting_for(slot_, record_);
   }
 }
 
 void Group::end_wait_for(std::int16_t global_rank, Clock::duration waited) {
-  if (!recording_) {
+  if (recording_ == Recording::none) {
     return;
   }
   record_.waited += static_cast<std::uint64_t>(std::chrono::nanoseconds(waited).count());
@@ -373,21 +373,22 @@ void Group::end_wait_for(std::int16_t global_rank, Clock::duration waited) {
 }
 
 void Group::end_record() {
-  if (!recording_ || composite_) {
+  if (recording_ == Recording::none || composite_) {
     return;
   }
-  recording_ = false;
-  record_.end = nanoseconds(Clock::now());
+  begin_record();
+  record_.end = std::max(record_.begin, RecordClock::now());
   if (record_.waiting_for < 0) {
     record_.waiting_for = longest_wait_rank_;
   } else {  // the wait failed
     record_.waited = record_.end - record_.begin;
   }
-  if (published_) {
+  if (recording_ == Recording::published) {
     recorder_->end(slot_, record_);
   } else {
     recorder_->record(record_);
   }
+  recording_ = Recording::none;
 }
 
 }  // namespace phalanx

@@ -174,7 +174,7 @@ bool Mailbox::recv_at_once(void* data, const Envelope& envelope, int source, Rec
 void Mailbox::record_short(Record& record) {
   if (group_.recorder_ != nullptr) {
     record.peer = group_.global_rank(record.peer);
-    record.end = nanoseconds(Clock::now());
+    record.end = std::max(record.begin, RecordClock::now());
     group_.recorder_->record(record);
   }
 }
@@ -797,7 +797,7 @@ void Mailbox::begin_wait(Message& message) {
   if (message.record_.number == 0 || message.done()) {
     return;
   }
-  message.wait_began_ = nanoseconds(Clock::now());
+  message.wait_began_ = RecordClock::now();
   message.record_.waiting_for = global_rank_of(message);
   if (message.slot_ >= 0) {
     group_.recorder_->waiting_for(message.slot_, message.record_);
@@ -809,7 +809,7 @@ void Mailbox::end_record(Message& message) {
   if (record.number == 0) {
     return;
   }
-  record.end = nanoseconds(Clock::now());
+  record.end = std::max(record.begin, RecordClock::now());
   record.outcome = message.failure_.status.code;
   record.peer = global_rank_of(message);
   if (message.wait_began_ != 0) {

@@ -13,6 +13,7 @@
 #include "phalanx/arena.h"
 #include "phalanx/flight_recorder.h"
 #include "phalanx/process.h"
+#include "phalanx/record_clock.h"
 #include "phalanx/segment.h"
 #include "phalanx/status.h"
 #include "phalanx/wait.h"
@@ -133,13 +134,14 @@ class Group {
   std::byte* map_peer(int owner, const ArenaLocation& location, Status& status);
 
   Record record_of(const Fingerprint& own) const;
-  // Begins the flight recorder's record of a collective. It is published as under way when the
-  // collective waits for a peer, or copies much: most small collectives end before that.
-  void begin_record(const Fingerprint& own);
+  // Begins the flight recorder's record of the current collective, unless that is done. It is published
+  // as under way when the collective waits for a peer, or copies much: most small ones end before
+  // that.
+  void begin_record();
   void publish_record();
   // Refuses a collective because the group is broken. Only the first refusal is recorded: endless
   // attempts must not push earlier records out of the flight recorder.
-  Status refuse(const Fingerprint& own, const Status& reason);
+  Status refuse(const Status& reason);
   void begin_wait(int peer) { begin_wait_for(global_rank(peer)); }
   void end_wait(int peer, Clock::duration waited) { end_wait_for(global_rank(peer), waited); }
   void begin_wait_for(std::int16_t global_rank);
@@ -190,8 +192,8 @@ class Group {
   // The collective under way.
   Record record_;
   int slot_ = -1;  // in the flight recorder
-  bool recording_ = false;
-  bool published_ = false;
+  enum class Recording : std::uint8_t { none, due, begun, published };
+  Recording recording_ = Recording::none;
   bool refused_ = false;
   Clock::duration longest_wait_{};
   std::int16_t longest_wait_rank_ = -1;
