@@ -234,9 +234,12 @@ class CaseRunner {
   }
 
   // Whether a rank that has completed a task knows that no rank needs any other any more: a later
-  // failure must not spoil it for a slower rank. A sender knows only about its own part.
+  // failure must not spoil it for a slower rank. A sender knows only about its own part, and a root
+  // may wait for takers of large data that the others do not wait for.
   static bool settles(const Task& task) {
     switch (task.operation) {
+      case Operation::broadcast:
+      case Operation::scatter: return task.size == 2 || task.path == Path::small;
       case Operation::gather:
       case Operation::reduce:
       case Operation::messages:
