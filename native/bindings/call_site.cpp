@@ -109,6 +109,12 @@ void mark_call_site() {
   }
 }
 
+void mark_call_site(std::uint32_t site) {
+  if (!runs_for_others()) {
+    current_caller().site = site;
+  }
+}
+
 void bind_call_site(nb::module_& module) {
   module.def("set_library_code", &set_library_code, nb::arg("prefixes"));
   module.def("call_site", &find_call_site);

@@ -66,7 +66,8 @@ nb::object to_python(const Status& status, const Group& group);
 // While it waits, it checks for Python signals.
 class BlockingCall {
  public:
-  explicit BlockingCall(double seconds);
+  // `runs_ahead`: see Bounds.
+  explicit BlockingCall(double seconds, bool runs_ahead = false);
   ~BlockingCall();
   BlockingCall(const BlockingCall&) = delete;
   BlockingCall& operator=(const BlockingCall&) = delete;
@@ -89,6 +90,8 @@ class BlockingCall {
 
 // Sets the call site in the user's code of this thread's next operation.
 void mark_call_site();
+// The same for a call site that is known.
+void mark_call_site(std::uint32_t site);
 
 inline void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 

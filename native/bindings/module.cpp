@@ -1,4 +1,6 @@
 #include "core.h"
+#include "environment.h"
+#include "prepared.h"
 
 NB_MODULE(_native, module) {
   using namespace phalanx::bindings;
@@ -20,5 +22,8 @@ NB_MODULE(_native, module) {
   bind_collectives(group);
   bind_composite(group);
   bind_mailbox(module, group);
+  bind_environment(module);
   bind_direct_calls(module);
+  bind_prepared(module);
+  bind_plan(module);
 }

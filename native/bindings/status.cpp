@@ -31,6 +31,7 @@ const char* name_of(Kind kind) {
     case Kind::reduce_scatter: return "reduce_scatter";
     case Kind::all_to_all: return "all_to_all";
     case Kind::join: return "join";
+    case Kind::plan: return "plan";
     case Kind::send: return "send";
     case Kind::recv: return "recv";
   }
@@ -38,7 +39,7 @@ const char* name_of(Kind kind) {
 }
 
 Kind kind_of(std::string_view name) {
-  for (int number = 0; number <= static_cast<int>(Kind::join); ++number) {
+  for (int number = 0; number <= static_cast<int>(Kind::plan); ++number) {
     if (name == name_of(static_cast<Kind>(number))) {
       return static_cast<Kind>(number);
     }
@@ -69,7 +70,8 @@ void set_watcher(nb::object call) { watcher = call.release().ptr(); }
 
 thread_local BlockingCall* BlockingCall::current_ = nullptr;
 
-BlockingCall::BlockingCall(double seconds) : outer_(std::exchange(current_, this)) {
+BlockingCall::BlockingCall(double seconds, bool runs_ahead)
+    : outer_(std::exchange(current_, this)) {
   constexpr double kEndless = 24.0 * 3600 * 365;
   if (seconds < kEndless) {
     bounds_.timeout =
@@ -77,6 +79,7 @@ BlockingCall::BlockingCall(double seconds) : outer_(std::exchange(current_, this
   }
   bounds_.interrupted = &check_signals;
   bounds_.blocks = &release;
+  bounds_.runs_ahead = runs_ahead;
 }
 
 BlockingCall::~BlockingCall() {

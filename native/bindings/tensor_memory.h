@@ -29,6 +29,12 @@ class TensorSnapshot {
   // Whether the tensor has not changed. If this is false, it may not have changed either.
   bool is_current() const;
   nb::handle tensor() const { return tensor_; }
+  // Visits the objects that it holds, for the garbage collector.
+  template <class Visit>
+  int visit(Visit&& visit) const {
+    const int stopped = visit(tensor_.ptr());
+    return stopped != 0 ? stopped : visit(storage_.ptr());
+  }
 
  private:
   struct Words {

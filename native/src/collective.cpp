@@ -1,6 +1,7 @@
 #include "phalanx/collective.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "phalanx/copy.h"
 
@@ -209,6 +210,9 @@ Status Collective::enter(Peers peers, bool staged) {
 void Collective::publish(bool staged) {
   packed_ = PackedFingerprint(own_);
   group_.history_ = extend_history(group_.history_, packed_);
+  for (const PackedFingerprint& part : parts_) {
+    group_.history_ = extend_history(group_.history_, part);
+  }
   const std::uint64_t number = ++group_.entries_;
   base_ = group_.step_ + 2;
   group_.step_ = staged ? base_ : base_ - 1;
@@ -301,7 +305,21 @@ Status Collective::compare(int peer) {
   if (theirs != packed_) {
     return mismatch(peer, packed_, theirs);
   }
-  return compare_last(peer);
+  const Status status = compare_parts(peer);
+  return status.ok() ? compare_last(peer) : status;
+}
+
+Status Collective::compare_parts(int peer) {
+  for (std::size_t i = 0; i < parts_.size(); ++i) {
+    PackedFingerprint mine = parts_[i];
+    PackedFingerprint theirs;
+    std::memcpy(&theirs, data(peer) + i * sizeof theirs, sizeof theirs);
+    if (theirs != mine) {
+      mine.sequence = theirs.sequence = own_.sequence;
+      return mismatch(peer, mine, theirs);
+    }
+  }
+  return {};
 }
 
 // Compares the entries of a peer that this rank has not waited for, as far as both still have them.

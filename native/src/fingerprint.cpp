@@ -8,7 +8,7 @@ constexpr int kRoot = 42;  // after the count; plus one, so that none fits
 constexpr int kKind = 52;
 constexpr int kDType = 56;
 constexpr int kOp = 60;
-static_assert(static_cast<int>(Kind::join) < 16 && static_cast<int>(DType::complex128) < 16 &&
+static_assert(static_cast<int>(Kind::plan) < 16 && static_cast<int>(DType::complex128) < 16 &&
               static_cast<int>(ReduceOp::avg) < 16);
 
 std::uint64_t field(std::uint64_t word, int position, int end) {

@@ -43,6 +43,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from phalanx.backend.operands import empty_shared as empty_shared
     from phalanx.backend.options import Options as Options
+    from phalanx.backend.prepared import PreparedOperation as PreparedOperation
+    from phalanx.backend.prepared import plan as plan
+    from phalanx.backend.prepared import prepare as prepare
     from phalanx.backend.process_group import abort as abort
     from phalanx.backend.process_group import host_ranks as host_ranks
     from phalanx.errors import Aborted as Aborted
@@ -72,6 +75,7 @@ _MODULES = {
     "Options": "phalanx.backend.options",
     "PeerLost": "phalanx.errors",
     "PhalanxError": "phalanx.errors",
+    "PreparedOperation": "phalanx.backend.prepared",
     "RemoteError": "phalanx.errors",
     "Session": "phalanx.launcher.init",
     "UsageError": "phalanx.errors",
@@ -80,6 +84,8 @@ _MODULES = {
     "host_ranks": "phalanx.backend.process_group",
     "init": "phalanx.launcher.init",
     "launch": "phalanx.launcher.launch",
+    "plan": "phalanx.backend.prepared",
+    "prepare": "phalanx.backend.prepared",
     "report": "phalanx.observe.recorder",
 }
 

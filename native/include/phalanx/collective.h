@@ -19,6 +19,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "phalanx/group.h"
 
@@ -54,6 +55,9 @@ class Collective {
   void mark_located() { place_ |= kLocated; }
   bool is_located() const { return (place_ & kLocated) != 0; }
   std::byte* payload() const { return entry(self(), group_.entries_ + 1).payload; }
+  // Before the entry of a merged collective: its parts, which must agree on all ranks too. A rank's
+  // data begin with a copy of them.
+  void set_parts(std::span<const PackedFingerprint> parts) { parts_ = parts; }
 
   // Enters the collective. `peers`: those that this rank must wait for. `staged`: whether this rank's first data are in place, or it has none.
   Status enter(Peers peers, bool staged = true);
@@ -117,6 +121,8 @@ class Collective {
   Status compare_last(int peer);
   // Whether a peer's entry is this rank's of the same number; true if it is no longer there.
   bool agrees(int peer, std::uint64_t number, PackedFingerprint& theirs) const;
+  // Finds the first part of a merged collective that differs; a mismatch if there is one.
+  Status compare_parts(int peer);
   Status mismatch(int peer, const PackedFingerprint& mine, const PackedFingerprint& theirs);
 
   Group& group_;
@@ -125,6 +131,7 @@ class Collective {
   Status status_;
   Fingerprint own_;
   PackedFingerprint packed_;
+  std::span<const PackedFingerprint> parts_;
   std::uint64_t place_ = kNone;
   std::byte* data_ = nullptr;
   std::uint64_t base_ = 0;

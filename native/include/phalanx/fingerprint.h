@@ -23,6 +23,7 @@ enum class Kind : std::uint8_t {
   reduce_scatter = 10,
   all_to_all = 11,
   join = 12,  // in flight recorders only: the group is being formed
+  plan = 13,  // several merged collectives; `count` is their number
 };
 
 struct Fingerprint {

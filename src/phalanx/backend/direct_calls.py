@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from phalanx import _native, torch_versions
-from phalanx.backend.call_site import call_site
+from phalanx.backend.call_site import call_site, short_site
 from phalanx.backend.execution import DONE
 from phalanx.backend.instrumentation import active_mode_count, is_profiling
 from phalanx.backend.messages import check_unexpected
@@ -39,6 +39,7 @@ _OPTIONS: dict[str, tuple[Any, bool, bool]] = {
     "all_to_all_single": (dist.AllToAllOptions, False, False),
 }
 _OPERATORS = [getattr(dist.ReduceOp, OP_NAMES[code]) for code in OPS.values()]
+_installed: set[str] = set()
 # Functions of torch.distributed that post a message and wait for it at once.
 _BLOCKING = (dist.send, dist.recv)
 
@@ -65,6 +66,12 @@ def install(group_class: type[dist.ProcessGroup]) -> None:
     _native.find_view_bits(*_views())
     layouts = {name: layout for name in _OPTIONS if (layout := _layout(name)) is not None}
     _native.install_direct_calls(group_class, layouts)
+    _installed.update(layouts, ("send", "recv"))
+
+
+def is_installed(operation: str) -> bool:
+    """Return whether an operation, by the core's name, has a direct method."""
+    return operation in _installed
 
 
 def _views() -> list[list[torch.Tensor]]:
@@ -112,9 +119,11 @@ def _fail_collective(
     op: int,
     root: int,
     timeout: float,
+    site: int,
 ) -> NoReturn:
     """Raise the error of a collective that failed in the core."""
-    raise group._executor.error(status, (name, subject, op, root), timeout, call_site())
+    operation = name, subject, op, root
+    raise group._executor.error(status, operation, timeout, _format_site(site))
 
 
 def _fail_message(
@@ -125,7 +134,14 @@ def _fail_message(
     peer: int,
     tag: int,
     timeout: float,
+    site: int,
 ) -> NoReturn:
     """Raise the error of a message that failed in the core."""
     native = group._membership.native
-    raise group._messages.error(native, name, tensor, peer, tag, timeout, call_site(), status)
+    site_text = _format_site(site)
+    raise group._messages.error(native, name, tensor, peer, tag, timeout, site_text, status)
+
+
+def _format_site(site: int) -> str:
+    """Return the text of a call site by its number; 0 means the current one."""
+    return short_site(_native.call_site_text(site)) if site else call_site()

@@ -74,7 +74,11 @@ class MpiSystem:
             "all_gather_into_tensor": partial(world.Allgather, source, target),
             "reduce_scatter": partial(world.Reduce_scatter_block, source, target),
             "all_to_all": partial(world.Alltoall, source, target),
-            "send_recv": ping_pong(self.rank, world.Send, world.Recv, source, target),
+            "send_recv": ping_pong(
+                self.rank,
+                partial(world.Send, source, 1 - self.rank),
+                partial(world.Recv, target, 1 - self.rank),
+            ),
             "isend_irecv": self._exchange(source, target),
             "barrier": world.Barrier,
         }

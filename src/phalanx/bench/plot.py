@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Colours of Okabe and Ito's palette, which is safe for colour-blind readers, markers and names.
 _STYLES = {
     "phalanx": ("#0072B2", "o", "Phalanx"),
+    "phalanx-prepared": ("#000000", "o", "Phalanx, prepared operations"),
     "phalanx-shared": ("#56B4E9", "s", "Phalanx, shared tensors"),
     "gloo": ("#D55E00", "v", "Gloo"),
     "openmpi": ("#009E73", "^", "Open MPI"),

@@ -145,7 +145,7 @@ def _create_system(name: str, folder: str, timeout: float) -> System | None:
     from phalanx.bench.torch_rank import TorchSystem
 
     backend, _, kind = name.partition("-")
-    return TorchSystem(backend, f"{folder}/{name}.store", timeout, shared=kind == "shared")
+    return TorchSystem(backend, f"{folder}/{name}.store", timeout, kind)
 
 
 def _exit_with_parent(parent: int, folder: str) -> None:

@@ -25,7 +25,7 @@ from phalanx.system.extras import install_command
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-SYSTEMS = ("phalanx", "phalanx-shared", "gloo", "openmpi", "mpich")
+SYSTEMS = ("phalanx", "phalanx-prepared", "phalanx-shared", "gloo", "openmpi", "mpich")
 """Every system, in the order of the table's columns."""
 
 MPI = ("openmpi", "mpich")

@@ -37,7 +37,7 @@ SHORT_NAMES = {
 # Columns of a terminal from which the spread is shown beside the median rather than below it.
 _WIDE = 100
 _LIMITED = ("phalanx", "phalanx-shared")
-_HEADINGS = {"phalanx-shared": "shared"}
+_HEADINGS = {"phalanx-prepared": "prepared", "phalanx-shared": "shared"}
 _ABSENT = "-"
 
 
@@ -60,7 +60,8 @@ class Display:
 
     legend = (
         "the systems take turns\n"
-        "vs Gloo, vs MPI: how many times faster phalanx is than Gloo and than the faster MPI\n"
+        "vs Gloo, vs MPI: how many times faster phalanx is than Gloo and than the faster MPI, in "
+        "parentheses with prepared operations\n"
         "limit: fraction of the memory bandwidth that phalanx reaches, in parentheses with "
         f"shared tensors; {_ABSENT} if the buffers fit into the caches"
     )
@@ -157,15 +158,15 @@ class Display:
 
     def widths(self) -> list[int]:
         """Return the widths of the columns for output without a terminal."""
-        return [8, *(13 for _ in self._systems), 8, 8, 9]
+        return [8, *(13 for _ in self._systems), 13, 13, 9]
 
     def rows(self, result: Result, *, wide: bool) -> list[list[str]]:
         """Return the rows of cells that show a result: by default one, with a cell per column."""
         cells = [format_size(result.size) if result.size else _ABSENT]
         cells += [_format_timing(result.timings.get(name), wide=wide) for name in self._systems]
         cells += [
-            _format_ratio(result.speedup("phalanx", ["gloo"])),
-            _format_ratio(result.speedup("phalanx", MPI)),
+            _format_ratios(result, ["gloo"]),
+            _format_ratios(result, MPI),
             _format_limit(result, self._systems),
         ]
         return [cells]
@@ -243,6 +244,13 @@ def _format_ratio(value: float | None) -> str:
         return _ABSENT
     digits = 2 if value < 1 else 1 if value < 100 else 0
     return f"{value:.{digits}f}x"
+
+
+def _format_ratios(result: Result, others: Sequence[str]) -> str:
+    """Format how many times faster phalanx is, with prepared operations in parentheses."""
+    prepared = result.speedup("phalanx-prepared", others)
+    plain = _format_ratio(result.speedup("phalanx", others))
+    return plain if prepared is None else f"{plain} ({_format_ratio(prepared)})"
 
 
 def _format_limit(result: Result, systems: list[str]) -> str:

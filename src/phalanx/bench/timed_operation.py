@@ -155,21 +155,17 @@ class TimedOperation:
 
 
 def ping_pong(
-    rank: int,
-    send: Callable[[Any, int], object],
-    recv: Callable[[Any, int], object],
-    source: Any,
-    target: Any,
+    rank: int, send: Callable[[], object], recv: Callable[[], object]
 ) -> Callable[[], object]:
     """Return the part of a rank in a ping-pong between ranks 0 and 1; other ranks do nothing."""
 
     def ping() -> None:
-        send(source, 1)
-        recv(target, 1)
+        send()
+        recv()
 
     def pong() -> None:
-        recv(target, 0)
-        send(source, 0)
+        recv()
+        send()
 
     def do_nothing() -> None:
         pass

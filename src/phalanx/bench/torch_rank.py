@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 class TorchSystem:
     """A rank of a backend, called through `torch.distributed`."""
 
-    def __init__(self, backend: str, store: str, timeout: float, *, shared: bool) -> None:
+    def __init__(self, backend: str, store: str, timeout: float, kind: str) -> None:
         """Join the group.
 
         Args:
             backend: Name of the backend in `torch.distributed`.
             store: Path of the file for the rendezvous.
             timeout: Seconds that an operation may take.
-            shared: Whether tensors are allocated in the memory that the ranks share.
+            kind: "prepared" for prepared operations; "shared" for these on tensors in the memory
+                that the ranks share; "" for plain calls on ordinary tensors.
         """
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.version = (
@@ -40,7 +41,11 @@ class TorchSystem:
             if backend == "phalanx"
             else f"torch {torch.__version__}"
         )
-        self._empty: Callable[..., torch.Tensor] = phalanx.empty_shared if shared else torch.empty
+        self._empty: Callable[..., torch.Tensor] = (
+            phalanx.empty_shared if kind == "shared" else torch.empty
+        )
+        self._is_prepared = bool(kind)
+        self._bind: Callable[..., Any] = phalanx.prepare if kind else partial
         register()  # does nothing if torch has loaded the backend already
         dist.init_process_group(
             backend,
@@ -67,24 +72,31 @@ class TorchSystem:
         """Return the call of `torch.distributed` or of an algorithm on these buffers."""
         if operation in ALGORITHMS:
             return partial(ALGORITHMS[operation], target)
-        root, parts = self.rank == 0, target.chunk(self.ranks)
-        calls: dict[str, Callable[[], object]] = {
-            "all_reduce": partial(dist.all_reduce, target),
-            "reduce": partial(dist.reduce, target, 0),
-            "broadcast": partial(dist.broadcast, target, 0),
-            "gather": partial(dist.gather, source, list(parts) if root else None, 0),
-            "scatter": partial(
-                dist.scatter, target, list(source.chunk(self.ranks)) if root else None, 0
-            ),
-            "all_gather": partial(dist.all_gather, list(parts), source),
-            "all_gather_into_tensor": partial(all_gather_single, target, source),
-            "reduce_scatter": partial(reduce_scatter_single, target, source),
-            "all_to_all": partial(dist.all_to_all_single, target, source),
-            "send_recv": ping_pong(self.rank, dist.send, dist.recv, source, target),
-            "isend_irecv": self._exchange(source, target),
-            "barrier": dist.barrier,
+        if operation == "send_recv":
+            peer = 1 - min(self.rank, 1)  # ranks above 1 do nothing
+            return ping_pong(
+                self.rank,
+                self._bind(dist.send, source, peer),
+                self._bind(dist.recv, target, peer),
+            )
+        if operation == "isend_irecv":
+            return self._exchange(source, target)
+        is_root, parts = self.rank == 0, list(target.chunk(self.ranks))
+        sources = list(source.chunk(self.ranks))
+        calls: dict[str, tuple[Any, ...]] = {
+            "all_reduce": (dist.all_reduce, target),
+            "reduce": (dist.reduce, target, 0),
+            "broadcast": (dist.broadcast, target, 0),
+            "gather": (dist.gather, source, parts if is_root else None, 0),
+            "scatter": (dist.scatter, target, sources if is_root else None, 0),
+            "all_gather": (dist.all_gather, parts, source),
+            "all_gather_into_tensor": (all_gather_single, target, source),
+            "reduce_scatter": (reduce_scatter_single, target, source),
+            "all_to_all": (dist.all_to_all_single, target, source),
+            "barrier": (dist.barrier,),
         }
-        return calls[operation]
+        call: Callable[[], object] = self._bind(*calls[operation])
+        return call
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -96,6 +108,9 @@ class TorchSystem:
 
     def _exchange(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
         next_rank, previous_rank = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
+        if self._is_prepared:
+            recv = phalanx.prepare(dist.recv, target, previous_rank)
+            return phalanx.plan([recv, phalanx.prepare(dist.send, source, next_rank)])
 
         def exchange() -> None:
             works = dist.irecv(target, previous_rank), dist.isend(source, next_rank)
