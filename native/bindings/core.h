@@ -62,8 +62,8 @@ nb::object to_python(const Status& status, const Group& group);
 [[noreturn]] void raise_system_error(int error);
 
 // A call of the core that may wait for `seconds`. It begins with the GIL, and releases it until its
-// end if it blocks: most small operations end earlier, and two switches take as long as one of them.
-// While it waits, it checks for Python signals.
+// end if it blocks: most small operations end earlier, and two switches take as long as one of
+// them. While it waits, it checks for Python signals.
 class BlockingCall {
  public:
   // `runs_ahead`: see Bounds.

@@ -79,8 +79,8 @@ PyObject* prepare_instead(PyObject* self, PyObject* const* values, Py_ssize_t co
   }
   const double seconds = operation.timeout(arguments, -1);
   preparation->operation = std::make_unique<PreparedOperation<Operation>>(
-      nb::borrow(self), std::move(membership), core->group.rank(), std::move(operation),
-      seconds, arguments.keep());
+      nb::borrow(self), std::move(membership), core->group.rank(), std::move(operation), seconds,
+      arguments.keep());
   return nb::object(environment().done).release().ptr();
 }
 

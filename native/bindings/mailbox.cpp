@@ -17,7 +17,7 @@ MessagePtr py_isend(const PyGroup& self, Address data, std::size_t count, int dt
   mark_call_site();
   const nb::gil_scoped_release release;
   return core->mailbox.isend(pointer(data), count, static_cast<DType>(dtype), destination, tag,
-                            true);
+                             true);
 }
 
 MessagePtr py_irecv(const PyGroup& self, Address data, std::size_t count, int dtype, int source,

@@ -1,5 +1,5 @@
-// The operations of a process group, as direct calls and prepared operations run them: each parses the
-// arguments of its method, and calls the core.
+// The operations of a process group, as direct calls and prepared operations run them: each parses
+// the arguments of its method, and calls the core.
 //
 // Only what needs no preparation is accepted: plain tensors, torch's own options, an operator that
 // the core has. `parse` returns false for all else, for which the general method of the same name,
@@ -420,8 +420,7 @@ struct AllToAllSingleOperation : PairOperation {
   }
 };
 
-inline bool AllToAllSingleOperation::Side::parse(PyObject* sizes, const Operand& whole,
-                                                 int ranks) {
+inline bool AllToAllSingleOperation::Side::parse(PyObject* sizes, const Operand& whole, int ranks) {
   if (PyList_CheckExact(sizes) == 0) {
     return false;
   }
@@ -484,7 +483,7 @@ struct MessageOperation {
   bool parse_message(Arguments& arguments) {
     constexpr long kTags = 1L << 31;
     return arguments.count_is(3) && (arguments.prepares() || caller_waits()) &&
-          
+
            arguments.single_tensor(0, subject, data) &&
            Arguments::integer(arguments[1], arguments.ranks(), peer) &&
            Arguments::integer(arguments[2], kTags, tag);

@@ -35,7 +35,7 @@ enum class Phase : std::uint8_t { idle, running, started };
 struct Contents {
   nb::object plain;  // the Python object with the general ways; see _native.pyi
   std::unique_ptr<Prepared> prepared;
-  std::vector<TensorSnapshot> tensors;
+  std::vector<TensorState> tensors;
   std::uint32_t site = 0;
   Phase phase = Phase::idle;
   MessagePtr message;  // of a message that was started
@@ -100,7 +100,7 @@ class InPhase {
 // ---- the operation ----
 
 bool Contents::check_tensors() {
-  for (const TensorSnapshot& each : tensors) {
+  for (const TensorState& each : tensors) {
     if (each.is_current()) {
       continue;
     }
@@ -108,8 +108,8 @@ bool Contents::check_tensors() {
     if (!checked.is_valid()) {
       return false;
     }
-    for (TensorSnapshot& other : tensors) {
-      other = TensorSnapshot(other.tensor());
+    for (TensorState& other : tensors) {
+      other = TensorState(other.tensor());
     }
     break;
   }
@@ -192,7 +192,7 @@ int Contents::visit(const std::function<int(PyObject*)>& visit) const {
   if (stopped == 0 && work.is_valid()) {
     stopped = visit(work.ptr());
   }
-  for (const TensorSnapshot& each : tensors) {
+  for (const TensorState& each : tensors) {
     stopped = stopped != 0 ? stopped : each.visit(visit);
   }
   return stopped == 0 && prepared ? prepared->visit(visit) : stopped;

@@ -1,5 +1,5 @@
-// Prepared operations: a call of torch.distributed whose arguments are read once, and run many times
-// (the persistent operations of MPI-4).
+// Prepared operations: a call of torch.distributed whose arguments are read once, and run many
+// times (the persistent operations of MPI-4).
 #pragma once
 
 #include <functional>
@@ -102,8 +102,8 @@ class PreparedOperation : public Prepared {
   int rank_;
 };
 
-// The preparation under way in this thread, if any: methods of groups keep their operation here, and
-// do not run it.
+// The preparation under way in this thread, if any: methods of groups keep their operation here,
+// and do not run it.
 struct Preparation {
   std::unique_ptr<Prepared> operation;
   nb::object refused;  // a call that cannot be prepared: (general method, arguments, names)

@@ -113,14 +113,14 @@ bool find_view_bits(const nb::list& plain, const nb::list& negative, const nb::l
 }
 
 int is_lazy_view(PyObject* tensor) {
-  return known.keys < 0 ? -1
-                        : static_cast<int>((word_at(object_of(tensor), known.keys) & known.lazy) !=
-                                           0);
+  return known.keys < 0
+             ? -1
+             : static_cast<int>((word_at(object_of(tensor), known.keys) & known.lazy) != 0);
 }
 
-// The fields from the pointer to the storage on: before it are counters of references. In the storage
-// likewise, from the pointer to the data on.
-TensorSnapshot::TensorSnapshot(nb::handle tensor)
+// The fields from the pointer to the storage on: before it are counters of references. In the
+// storage likewise, from the pointer to the data on.
+TensorState::TensorState(nb::handle tensor)
     : tensor_(nb::borrow(tensor)), storage_(tensor.attr("untyped_storage")()) {
   if (known.object < 0) {
     return;
@@ -128,23 +128,23 @@ TensorSnapshot::TensorSnapshot(nb::handle tensor)
   const void* object = object_of(tensor.ptr());
   const auto* storage = reinterpret_cast<const void*>(address_attribute(storage_));
   const Word data = nb::cast<Word>(storage_.attr("data_ptr")());
-  const auto snapshot = [](const void* memory, Word value) {
+  const auto words_from = [](const void* memory, Word value) {
     const int size = size_of_object(memory);
     const auto* begin = static_cast<const Word*>(memory);
     const auto* end = begin + size / 8;
     const auto* first = std::find(begin, end, value);
     return first == end ? Words{} : Words{first, {first, end}};
   };
-  fields_ = snapshot(object, reinterpret_cast<Word>(storage));
-  memory_ = snapshot(storage, data);
+  fields_ = words_from(object, reinterpret_cast<Word>(storage));
+  memory_ = words_from(storage, data);
   object_ = fields_.begin != nullptr && memory_.begin != nullptr ? object : nullptr;
 }
 
-bool TensorSnapshot::Words::are_current() const {
+bool TensorState::Words::are_current() const {
   return std::memcmp(begin, values.data(), values.size() * sizeof(Word)) == 0;
 }
 
-bool TensorSnapshot::is_current() const {
+bool TensorState::is_current() const {
   return object_ != nullptr && object_of(tensor_.ptr()) == object_ && fields_.are_current() &&
          memory_.are_current();
 }

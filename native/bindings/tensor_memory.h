@@ -1,8 +1,8 @@
 // The memory of torch's tensors as objects, as far as their C table tells nothing of it.
 //
 // Its layout is not part of any interface, so nothing here is assumed: the position of a field is
-// found once per process, by experiment, among tensors that are known to differ in it. If that fails,
-// as in a later version of torch, the tensor's methods and the C table are asked instead.
+// found once per process, by experiment, among tensors that are known to differ in it. If that
+// fails, as in a later version of torch, the tensor's methods and the C table are asked instead.
 #pragma once
 
 #include <cstdint>
@@ -20,11 +20,11 @@ bool find_view_bits(const nb::list& plain, const nb::list& negative, const nb::l
 int is_lazy_view(PyObject* tensor);
 
 // A tensor's state at one time, to find out whether it has the same memory, shape and type later.
-class TensorSnapshot {
+class TensorState {
  public:
-  TensorSnapshot() = default;
+  TensorState() = default;
   // Keeps the tensor and its storage alive.
-  explicit TensorSnapshot(nb::handle tensor);
+  explicit TensorState(nb::handle tensor);
 
   // Whether the tensor has not changed. If this is false, it may not have changed either.
   bool is_current() const;

@@ -32,8 +32,7 @@ std::size_t ChannelSender::room(std::size_t wanted) {
 }
 
 bool ChannelSender::has_room(std::size_t bytes) {
-  return has_slot() &&
-         (bytes <= kSlotPayload || (bytes <= kPieceBytes && room(bytes) >= bytes));
+  return has_slot() && (bytes <= kSlotPayload || (bytes <= kPieceBytes && room(bytes) >= bytes));
 }
 
 bool ChannelSender::begin(const Envelope& envelope, const std::byte* payload, std::size_t& moved) {

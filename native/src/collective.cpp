@@ -227,8 +227,8 @@ void Collective::publish(bool staged) {
   // Publishes the entry and the data. Pairs with has_entered.
   mine.number.store(number, std::memory_order_release);
   PHALANX_STEP("enter: publish the progress");
-  control.step.store(group_.step_, std::memory_order_release);     // pairs with Group::wait_step
-  control.entered.store(number, std::memory_order_release);        // pairs with ensure_entered
+  control.step.store(group_.step_, std::memory_order_release);   // pairs with Group::wait_step
+  control.entered.store(number, std::memory_order_release);      // pairs with ensure_entered
   prefetch_to_write(&control.entries[(number + 1) % kEntries]);  // for the next collective
 }
 
@@ -350,9 +350,8 @@ bool Collective::agrees(int peer, std::uint64_t number, PackedFingerprint& their
 
 Status Collective::mismatch(int peer, const PackedFingerprint& mine,
                             const PackedFingerprint& theirs) {
-  return fail({{.code = Code::mismatch, .peer = peer, .reporter = self()},
-               mine.unpack(),
-               theirs.unpack()});
+  return fail(
+      {{.code = Code::mismatch, .peer = peer, .reporter = self()}, mine.unpack(), theirs.unpack()});
 }
 
 // ---- composite collectives ----

@@ -51,8 +51,8 @@ std::int64_t wall_clock_offset() {
 
 namespace {
 
-// The words of a record, put together from its fields. To read them from its memory would wait until
-// the fields, which are shorter, have reached the cache.
+// The words of a record, put together from its fields. To read them from its memory would wait
+// until the fields, which are shorter, have reached the cache.
 Words words_of(const Record& record) {
   static_assert(offsetof(Record, peer) == 48 && offsetof(Record, site) == 56);
   const auto field = [](auto value, int position) {

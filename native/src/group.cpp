@@ -333,9 +333,7 @@ void Group::end_composite(Code outcome) {
   end_record();
 }
 
-void Group::begin_composite_wait(std::int16_t global_rank) {
-  begin_wait_for(global_rank);
-}
+void Group::begin_composite_wait(std::int16_t global_rank) { begin_wait_for(global_rank); }
 
 void Group::end_composite_wait(std::int16_t global_rank, Clock::duration waited) {
   end_wait_for(global_rank, waited);

@@ -208,8 +208,8 @@ void LeaseSegmentView::wait_for_copy(std::uint32_t block, Clock::time_point dead
   };
   SpinPolicy spin_policy(2);
   // The caller sees in the word whether it was in time.
-  (void)wait_until(header().copy_event, spin_policy, Bounds{}.within(deadline - Clock::now()), ready,
-                   [] { return Status{}; });
+  (void)wait_until(header().copy_event, spin_policy, Bounds{}.within(deadline - Clock::now()),
+                   ready, [] { return Status{}; });
 }
 
 void LeaseSegmentView::give_back(std::uint32_t block, std::uint64_t word) {

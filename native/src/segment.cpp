@@ -23,7 +23,8 @@ constexpr Offsets offsets_for(std::size_t ranks) {
 }
 static_assert(offsets_for(2).end == 4096 + 4096 + 2 * (32768 + 2097152) + 2 * 524288 +
                                         4 * (4096 + 65536 + 262144) &&
-                  offsets_for(3).end == 4096 + 4096 + 3 * (32768 + 2097152) + 9 * (4096 + 65536 + 262144),
+                  offsets_for(3).end ==
+                      4096 + 4096 + 3 * (32768 + 2097152) + 9 * (4096 + 65536 + 262144),
               "a changed layout needs a new kLayoutVersion");
 
 bool valid(int ranks) { return ranks >= 1 && ranks <= kMaxRanks; }

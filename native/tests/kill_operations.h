@@ -186,7 +186,7 @@ inline Status RankTask::run_messages(Mailbox& mailbox, const Bounds& bounds,
       if (peer == self_) continue;
       all.push_back(mailbox.isend(given_[i].data() + begin, count, kDType, peer, tag, served));
       all.push_back(mailbox.irecv(taken_[i].data() + (begin == 0 ? half : 0), other, kDType, peer,
-                                 1 - tag, served));
+                                  1 - tag, served));
     }
   }
   if (served) {

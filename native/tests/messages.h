@@ -67,12 +67,12 @@ struct TestMessage {
 
 inline void post_send(Rank& rank, TestMessage& message, bool detached = false) {
   message.message = rank.mailbox.isend(message.data(), message.id.size(), DType::uint8,
-                                      message.id.destination, message.id.tag, detached);
+                                       message.id.destination, message.id.tag, detached);
 }
 
 inline void post_recv(Rank& rank, TestMessage& message, bool detached = false) {
   message.message = rank.mailbox.irecv(message.data(), message.id.size(), DType::uint8,
-                                      message.id.source, message.id.tag, detached);
+                                       message.id.source, message.id.tag, detached);
 }
 
 inline bool arrived(Rank& rank, TestMessage& message) {

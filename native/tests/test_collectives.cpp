@@ -216,11 +216,11 @@ TEST(every_collective_at_every_size) {
   for (const int size : {1, 2, 3, 4, 5}) {
     const auto n = static_cast<std::size_t>(size);
     const std::size_t slice = kChunkBytes / n / kCacheLine * kCacheLine;
-    const std::array sizes = {std::size_t{0},   std::size_t{1},        std::size_t{7},
-                              kSmallBytes / n, kSmallBytes - 1,      kSmallBytes,
+    const std::array sizes = {std::size_t{0},  std::size_t{1},        std::size_t{7},
+                              kSmallBytes / n, kSmallBytes - 1,       kSmallBytes,
                               kSmallBytes + 1, slice * n - 1,         slice * n,
-                              slice * n + 1,    kChunkBytes,           kChunkBytes + 1,
-                              2 * kChunkBytes,  3 * kChunkBytes + 4321};
+                              slice * n + 1,   kChunkBytes,           kChunkBytes + 1,
+                              2 * kChunkBytes, 3 * kChunkBytes + 4321};
     ranks::run(size, [&](Rank& rank) {
       std::uint64_t salt = ranks::seed;
       for (const Kind kind : kKinds) {

@@ -189,8 +189,8 @@ TEST(every_field_of_a_failure_survives_the_abort_word) {
   for (const int rank_named : {0, 1, kMaxRanks - 1}) {
     for (const int error : {0, 1, EOVERFLOW, 0xffff}) {
       ranks::run(1, [&](Rank& rank) {
-        const Status status = rank.group.abort(Status{
-            .code = Code::out_of_memory, .peer = rank_named, .reporter = 0, .error = error});
+        const Status status = rank.group.abort(
+            Status{.code = Code::out_of_memory, .peer = rank_named, .reporter = 0, .error = error});
         CHECK_EQ(status.code, Code::out_of_memory);
         CHECK_EQ(status.peer, rank_named);
         CHECK_EQ(status.reporter, 0);

@@ -126,9 +126,9 @@ TEST(reversed_order_needs_no_space_in_the_channel) {
       const int tag = rank.self == 0 ? i : n - 1 - i;
       auto& buffer = data[static_cast<std::size_t>(i)];
       if (rank.self == 0) buffer.assign(size, static_cast<std::byte>(tag));
-      messages.push_back(rank.self == 0
-                             ? rank.mailbox.isend(buffer.data(), size, DType::uint8, 1, tag, false)
-                             : rank.mailbox.irecv(buffer.data(), size, DType::uint8, 0, tag, false));
+      messages.push_back(
+          rank.self == 0 ? rank.mailbox.isend(buffer.data(), size, DType::uint8, 1, tag, false)
+                         : rank.mailbox.irecv(buffer.data(), size, DType::uint8, 0, tag, false));
       if (rank.self == 1) {
         CHECK(wait_for(rank, messages.back()).ok());
         CHECK(buffer.front() == static_cast<std::byte>(tag));

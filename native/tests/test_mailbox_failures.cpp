@@ -30,7 +30,8 @@ TEST(messages_of_a_different_size_or_type_are_refused) {
           status = barrier(rank.group, within());
         } else if (rank.self == 1) {
           if (!recv_first) rank.together.arrive_and_wait();
-          const auto asked = rank.mailbox.irecv(data.data(), each.asked, each.asked_as, 0, 3, false);
+          const auto asked =
+              rank.mailbox.irecv(data.data(), each.asked, each.asked_as, 0, 3, false);
           if (recv_first) rank.together.arrive_and_wait();
           status = wait_for(rank, asked);
           CHECK(std::all_of(data.begin(), data.end(), [](auto b) { return b == std::byte{0x42}; }));

@@ -117,9 +117,11 @@ TEST(a_message_larger_than_4_gib) {
   ranks::run(2, [](Rank& rank) {
     Endless memory(size + 1, rank.self == 0 ? std::byte{0x3c} : std::byte{0});
     if (rank.self == 0) {
-      CHECK(wait_for(rank, rank.mailbox.isend(memory.data(), size, DType::uint8, 1, 0, false)).ok());
+      CHECK(
+          wait_for(rank, rank.mailbox.isend(memory.data(), size, DType::uint8, 1, 0, false)).ok());
     } else {
-      CHECK(wait_for(rank, rank.mailbox.irecv(memory.data(), size, DType::uint8, 0, 0, false)).ok());
+      CHECK(
+          wait_for(rank, rank.mailbox.irecv(memory.data(), size, DType::uint8, 0, 0, false)).ok());
       const auto odd = std::count_if(memory.data(), memory.data() + Endless::kPart,
                                      [](std::byte byte) { return byte != std::byte{0x3c}; });
       CHECK_EQ(odd, 0);
@@ -152,13 +154,13 @@ TEST(unexpected_messages_are_accounted_for) {
     std::vector<std::byte> data(1000);
     if (rank.self == 0) {
       for (const int tag : {1, 2, 3, 4}) {
-        CHECK(
-            wait_for(rank, rank.mailbox.isend(data.data(), 1000, DType::uint8, 1, tag, false)).ok());
+        CHECK(wait_for(rank, rank.mailbox.isend(data.data(), 1000, DType::uint8, 1, tag, false))
+                  .ok());
       }
     } else {
       for (const int tag : {3, 1, 4, 2}) {
-        CHECK(
-            wait_for(rank, rank.mailbox.irecv(data.data(), 1000, DType::uint8, 0, tag, false)).ok());
+        CHECK(wait_for(rank, rank.mailbox.irecv(data.data(), 1000, DType::uint8, 0, tag, false))
+                  .ok());
       }
       CHECK_EQ(rank.mailbox.unexpected_peak(), 2000u);
     }

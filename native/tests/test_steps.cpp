@@ -231,8 +231,7 @@ TEST(a_rank_that_sees_a_broken_group_sees_the_reason) {
     const Hook hook([&](std::string_view step) {
       if (step == at_step) seen = pair.groups[1]->failure_report().mine.count;
     });
-    (void)pair.groups[0]->abort(
-        {{.code = Code::mismatch, .peer = 1, .reporter = 0}, {.count = 5}});
+    (void)pair.groups[0]->abort({{.code = Code::mismatch, .peer = 1, .reporter = 0}, {.count = 5}});
     CHECK_EQ(seen, 5u);
   }
 }
@@ -247,7 +246,8 @@ TEST(the_first_of_two_interleaved_failures_wins) {
       failed = true;
       (void)pair.groups[1]->abort(Status{.code = Code::timeout, .peer = 0, .reporter = 1});
     });
-    const Status seen = pair.groups[0]->abort(Status{.code = Code::mismatch, .peer = 1, .reporter = 0});
+    const Status seen =
+        pair.groups[0]->abort(Status{.code = Code::mismatch, .peer = 1, .reporter = 0});
     CHECK_EQ(seen.code, Code::timeout);
     CHECK_EQ(pair.groups[1]->failure().code, Code::timeout);
   }

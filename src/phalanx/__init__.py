@@ -41,9 +41,9 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from phalanx._native import PreparedOperation as PreparedOperation
     from phalanx.backend.operands import empty_shared as empty_shared
     from phalanx.backend.options import Options as Options
-    from phalanx.backend.prepared import PreparedOperation as PreparedOperation
     from phalanx.backend.prepared import plan as plan
     from phalanx.backend.prepared import prepare as prepare
     from phalanx.backend.process_group import abort as abort
@@ -75,7 +75,7 @@ _MODULES = {
     "Options": "phalanx.backend.options",
     "PeerLost": "phalanx.errors",
     "PhalanxError": "phalanx.errors",
-    "PreparedOperation": "phalanx.backend.prepared",
+    "PreparedOperation": "phalanx._native",
     "RemoteError": "phalanx.errors",
     "Session": "phalanx.launcher.init",
     "UsageError": "phalanx.errors",

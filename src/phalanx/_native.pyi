@@ -610,8 +610,8 @@ def set_direct_call_environment(
     """Set what direct calls use of Python.
 
     Args:
-        observer_flags: Modules and names whose values are False while nothing observes operations in
-            any thread.
+        observer_flags: Modules and names whose values are False while nothing observes operations
+            in any thread.
         observers: Functions whose result is false if nothing observes operations in this thread.
         ops: The core's code by torch's number of an operator; -1 for none.
         done: The result of a direct call.
@@ -628,4 +628,94 @@ def install_direct_calls(
 
     `layouts` has, by the name of an operation, the class of its options and the positions of their
     fields. A collective without them keeps its general method.
+    """
+
+class PreparedOperation:
+    """An operation whose arguments were read once, to run many times.
+
+    Results of `phalanx.prepare` and `phalanx.plan`. One run at a time, in any thread.
+    """
+
+    def __call__(self) -> None:
+        """Run the operation, and block until it has ended.
+
+        Raises:
+            UsageError: A tensor has changed since the preparation; the operation is running in
+                another thread, or was started.
+            ArgumentTypeError: Arguments were given.
+            DistBackendError: As the plain call raises it.
+        """
+
+    def start(self) -> None:
+        """Start the operation; `wait` ends it. The tensors must not be used in between.
+
+        Started operations of a group run in the order of their starts. Does not block. Raises what
+        a call raises at once.
+        """
+
+    def wait(self) -> None:
+        """Block until the operation that was started has ended.
+
+        Raises what a call raises; UsageError if the operation was not started.
+        """
+
+    def run_queued(self, seconds: float) -> Status | None:
+        """Run the operation in the group's thread; return its failure. For `plan`."""
+
+    @property
+    def plain(self) -> Any:
+        """The general ways of the operation, see `phalanx.backend.prepared`."""
+
+    @property
+    def is_native(self) -> bool:
+        """True if runs go to the core; False if they call the plain function."""
+
+def prepare(
+    plain: Any,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+    tensors: tuple[Any, ...],
+    site: int,
+) -> PreparedOperation | tuple[Callable[..., Any], list[Any], dict[str, Any]] | None:
+    """Call a function of `torch.distributed` so that it prepares its operation.
+
+    Args:
+        plain: The general ways of the operation.
+        function: The function.
+        arguments: Its arguments.
+        options: Its arguments by name.
+        tensors: The tensors that must not change.
+        site: The call site of the operation's runs.
+
+    Returns:
+        The operation. If it cannot be prepared, the call of a general method of the group: method,
+        arguments, and those by name. None if the function has called no method of a group.
+    """
+
+def wrap_plain(plain: Any) -> PreparedOperation:
+    """Return an operation whose runs call `plain`."""
+
+def make_plan(
+    plain: Any,
+    group: Any,
+    membership: OperationState,
+    ranks: int,
+    operations: list[PreparedOperation],
+    tensors: tuple[Any, ...],
+    site: int,
+) -> tuple[PreparedOperation, list[int]]:
+    """Combine operations in one.
+
+    Args:
+        plain: The general ways of the plan.
+        group: The group of all operations.
+        membership: Its state.
+        ranks: The size of the group.
+        operations: The operations, all native.
+        tensors: The tensors that must not change.
+        site: The call site of the plan's runs.
+
+    Returns:
+        The plan, and the number of operations in each of its steps.
     """

@@ -1,11 +1,11 @@
 // The two ends of a channel, which carries messages from one rank to another in the order in which
 // they were sent.
 //
-// Every message has a slot: one cache line with its envelope, and with its payload if that is small.
-// Other payloads go through a ring of bytes, in pieces. The sender publishes a slot by its number, and
-// bytes by `head`; the receiver returns slots by `taken`, and bytes by `tail`. Neither end wakes the
-// other: that is for its caller, after a call that has changed something. Except for has_message, an
-// end is used by one thread at a time.
+// Every message has a slot: one cache line with its envelope, and with its payload if that is
+// small. Other payloads go through a ring of bytes, in pieces. The sender publishes a slot by its
+// number, and bytes by `head`; the receiver returns slots by `taken`, and bytes by `tail`. Neither
+// end wakes the other: that is for its caller, after a call that has changed something. Except for
+// has_message, an end is used by one thread at a time.
 #pragma once
 
 #include <atomic>
@@ -71,8 +71,8 @@ class ChannelReceiver {
   // Begins the next message. Its payload is in `to` if it fits into a slot, where `to` has room for
   // any such payload.
   Envelope begin(std::byte* to);
-  // Reads the next piece of a payload of which `left` bytes are missing. Returns its bytes; 0 if none
-  // have arrived. `whole`: the size of the payload.
+  // Reads the next piece of a payload of which `left` bytes are missing. Returns its bytes; 0 if
+  // none have arrived. `whole`: the size of the payload.
   std::size_t read(std::byte* to, std::size_t left, std::size_t whole);
 
  private:

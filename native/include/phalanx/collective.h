@@ -2,19 +2,19 @@
 //
 // A rank begins a collective, finds a place for the data that its peers will read, and enters: it
 // publishes the fingerprint of the collective and the place, and waits for the entries of the peers
-// that it needs. It compares their fingerprints with its own before it reads their data. Larger data
-// follow in phases, which are ordered by the group's steps.
+// that it needs. It compares their fingerprints with its own before it reads their data. Larger
+// data follow in phases, which are ordered by the group's steps.
 //
-// Usually every rank waits for all entries, so that all report a mismatch in the collective where it
-// happens. If the caller allows it (Bounds::runs_ahead), a rank that only gives data (the root of a
-// broadcast, all others in a gather) waits for no entry, and may be ahead of its peers by
+// Usually every rank waits for all entries, so that all report a mismatch in the collective where
+// it happens. If the caller allows it (Bounds::runs_ahead), a rank that only gives data (the root
+// of a broadcast, all others in a gather) waits for no entry, and may be ahead of its peers by
 // kEntries - 1 collectives; the others wait for those that give. The rest is compared later: each
 // entry also has a hash of all fingerprints before it.
 //
-// Memory is reused by two rules. A rank that has entered collective k + 1 has finished k, so its peers
-// may replace the entries of k. And a rank whose step is that of the end of k has finished k, so its
-// peers may replace the data of k; before its own entry into k + 1, a rank must not wait for that of
-// another.
+// Memory is reused by two rules. A rank that has entered collective k + 1 has finished k, so its
+// peers may replace the entries of k. And a rank whose step is that of the end of k has finished k,
+// so its peers may replace the data of k; before its own entry into k + 1, a rank must not wait for
+// that of another.
 #pragma once
 
 #include <cstddef>
@@ -50,8 +50,8 @@ class Collective {
   // exchange: no other rank reads it, and its lines are in this core's cache.
   Status reserve_exchange(std::size_t bytes);
   std::byte* data() const { return data_; }
-  // Before the entry: announces that the sources of this rank lie in its arena; where is a matter of
-  // the operation (locations.h). payload(): a place in the entry, which data do not take then.
+  // Before the entry: announces that the sources of this rank lie in its arena; where is a matter
+  // of the operation (locations.h). payload(): a place in the entry, which data do not take then.
   void mark_located() { place_ |= kLocated; }
   bool is_located() const { return (place_ & kLocated) != 0; }
   std::byte* payload() const { return entry(self(), group_.entries_ + 1).payload; }
@@ -59,7 +59,8 @@ class Collective {
   // data begin with a copy of them.
   void set_parts(std::span<const PackedFingerprint> parts) { parts_ = parts; }
 
-  // Enters the collective. `peers`: those that this rank must wait for. `staged`: whether this rank's first data are in place, or it has none.
+  // Enters the collective. `peers`: those that this rank must wait for. `staged`: whether this
+  // rank's first data are in place, or it has none.
   Status enter(Peers peers, bool staged = true);
   // The same of a peer whose entry this rank has waited for.
   const std::byte* data(int peer) const;

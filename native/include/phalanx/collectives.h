@@ -5,9 +5,9 @@
 // operator that the dtype supports. A status that is not ok means that the group is broken; the
 // contents of buffers are then undefined. With Bounds::runs_ahead, a rank that only gives data (the
 // root of a broadcast or scatter, all others in a gather or reduce) is done when the data are in
-// shared memory, and a failure of its peers is reported by a later operation. Small data come with the entry, in one
-// synchronisation (Collective::enter). Larger ones move in chunks, so that the copied data stay in
-// the cache.
+// shared memory, and a failure of its peers is reported by a later operation. Small data come with
+// the entry, in one synchronisation (Collective::enter). Larger ones move in chunks, so that the
+// copied data stay in the cache.
 #pragma once
 
 #include <cstddef>

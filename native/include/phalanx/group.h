@@ -77,8 +77,8 @@ class Group {
   // status to report here. Without `wake`, sleepers notice when their slice ends, which leaves time
   // to break other groups first.
   Status abort(Failure reason, bool wake = true);
-  // Returns the status of a collective that failed: breaks the group, and records the outcome. Peers
-  // that report the failure look for the call site in this rank's flight recorder.
+  // Returns the status of a collective that failed: breaks the group, and records the outcome.
+  // Peers that report the failure look for the call site in this rank's flight recorder.
   Status fail_collective(const Failure& reason) {
     publish_record();
     return record_outcome(abort(reason));
@@ -134,9 +134,9 @@ class Group {
   std::byte* map_peer(int owner, const ArenaLocation& location, Status& status);
 
   Record record_of(const Fingerprint& own) const;
-  // Begins the flight recorder's record of the current collective, unless that is done. It is published
-  // as under way when the collective waits for a peer, or copies much: most small ones end before
-  // that.
+  // Begins the flight recorder's record of the current collective, unless that is done. It is
+  // published as under way when the collective waits for a peer, or copies much: most small ones
+  // end before that.
   void begin_record();
   void publish_record();
   // Refuses a collective because the group is broken. Only the first refusal is recorded: endless
@@ -169,10 +169,11 @@ class Group {
   Fingerprint current_;
   bool composite_ = false;
   std::uint64_t step_ = 0;
-  std::uint64_t entries_ = 0;      // collectives entered by this rank, parts of composites included
-  std::uint64_t all_entered_ = 0;  // the entry that all peers are known to have made, or a later one
-  std::uint64_t history_ = 0;      // a hash of all fingerprints entered
-  std::uint64_t exchanges_ = 0;    // uses of the exchange buffers
+  std::uint64_t entries_ = 0;  // collectives entered by this rank, parts of composites included
+  std::uint64_t all_entered_ =
+      0;                         // the entry that all peers are known to have made, or a later one
+  std::uint64_t history_ = 0;    // a hash of all fingerprints entered
+  std::uint64_t exchanges_ = 0;  // uses of the exchange buffers
   // The pieces of this rank's rings that its last collectives took, by entry.
   struct Piece {
     std::size_t begin = 0;

@@ -30,8 +30,8 @@ class Mailbox {
  public:
   explicit Mailbox(Group& group);
 
-  // Block until the message is in the channel, or in `data`: isend or irecv, and wait. A short message
-  // that can be moved at once is not posted. `*actual_source`: of a message of any source.
+  // Block until the message is in the channel, or in `data`: isend or irecv, and wait. A short
+  // message that can be moved at once is not posted. `*actual_source`: of a message of any source.
   Status send(const void* data, std::size_t count, DType dtype, int destination, std::int32_t tag,
               const Bounds& bounds);
   Status recv(void* data, std::size_t count, DType dtype, int source, std::int32_t tag,

@@ -52,8 +52,8 @@ class Message {
   int peer_;
   std::int32_t tag_;
   std::int16_t global_rank_ = -1;  // of the peer, if it is on another host
-  bool begun_ = false;     // for a send: whether the channel has its envelope
-  std::size_t moved_ = 0;  // for a send: bytes of payload in the channel
+  bool begun_ = false;             // for a send: whether the channel has its envelope
+  std::size_t moved_ = 0;          // for a send: bytes of payload in the channel
   bool watched_ = false;
   Clock::time_point deadline_ = Clock::time_point::max();  // when watched
   Failure failure_ = Status{};

@@ -60,7 +60,7 @@ inline constexpr std::size_t kRingBytes = 256 * 1024;
 struct alignas(kCacheLine) Event {
   // Writers: ranks that go to sleep here, and wake up; and the owner, which keeps a lock in it.
   std::atomic<std::uint32_t> sleepers;
-  std::atomic<std::uint32_t> ticket;    // writers: ranks that wake others
+  std::atomic<std::uint32_t> ticket;  // writers: ranks that wake others
 };
 
 struct Header {
@@ -129,11 +129,11 @@ static_assert(sizeof(Slot) == kCacheLine);
 
 // Messages from one rank to another; see channel.h.
 struct Channel {
-  alignas(kCacheLine) std::atomic<std::uint64_t> head;   // writer: the sender; bytes written
-  alignas(kCacheLine) std::atomic<std::uint64_t> tail;   // writer: the receiver; bytes read
-  std::atomic<std::uint64_t> taken;                      // writer: the receiver; messages
-  alignas(kPage) Slot slots[kSlots];                     // by number
-  alignas(kPage) std::byte ring[kRingBytes];             // writer: the sender
+  alignas(kCacheLine) std::atomic<std::uint64_t> head;  // writer: the sender; bytes written
+  alignas(kCacheLine) std::atomic<std::uint64_t> tail;  // writer: the receiver; bytes read
+  std::atomic<std::uint64_t> taken;                     // writer: the receiver; messages
+  alignas(kPage) Slot slots[kSlots];                    // by number
+  alignas(kPage) std::byte ring[kRingBytes];            // writer: the sender
 };
 static_assert(offsetof(Channel, tail) == kCacheLine);
 static_assert(offsetof(Channel, slots) == kPage);

@@ -9,9 +9,9 @@
 // wake-up finds the waiter asleep. A waiter killed in between leaves `sleepers` too high, which
 // causes needless wake-ups from then on, but never a lost one.
 //
-// A notifier that does not own the event would take its cache line from the owner with each of these
-// writes. It may only read `sleepers` (notify_peer), if the store that makes ready() true, and the
-// load in ready(), are seq_cst: each side then writes its own word and reads the other's.
+// A notifier that does not own the event would take its cache line from the owner with each of
+// these writes. It may only read `sleepers` (notify_peer), if the store that makes ready() true,
+// and the load in ready(), are seq_cst: each side then writes its own word and reads the other's.
 #pragma once
 
 #include <chrono>
@@ -35,7 +35,8 @@ class Bounds {
   // Called before waits that are not short, and before long copies: other threads of the process
   // should be able to run meanwhile. A further call does nothing.
   void (*blocks)() = nullptr;
-  // Whether a rank that only gives data in a collective may return before its peers have entered it.
+  // Whether a rank that only gives data in a collective may return before its peers have entered
+  // it.
   bool runs_ahead = false;
 
   Bounds within(Clock::duration time) const {

@@ -12,7 +12,9 @@ Status reduce_by_exchange(Collective& collective, std::byte* data, std::size_t b
   if (bytes > kSmallBytes) {
     publish_location(collective, data, bytes);
   }
-  const auto stage = [&](std::byte* to, Span span) { copy_bytes(to, data + span.begin, span.size); };
+  const auto stage = [&](std::byte* to, Span span) {
+    copy_bytes(to, data + span.begin, span.size);
+  };
   Exchange exchange(collective, bytes);
   const Status status = exchange.enter(stage);
   if (!status.ok()) {
@@ -51,8 +53,8 @@ Status reduce_small(Collective& collective, std::byte* data, std::size_t bytes, 
 
 Status all_reduce(Group& group, void* data, std::size_t count, DType dtype, ReduceOp op,
                   const Bounds& bounds) {
-  Collective collective(
-      group, {.count = count, .kind = Kind::all_reduce, .dtype = dtype, .op = op}, bounds);
+  Collective collective(group, {.count = count, .kind = Kind::all_reduce, .dtype = dtype, .op = op},
+                        bounds);
   if (!collective.status().ok()) {
     return collective.status();
   }

@@ -157,9 +157,8 @@ Status AllToAll::exchange() {
   }
   deliver(own_.outputs[self()], own_.inputs[self()], given_bytes(self()), given_bytes(self()));
   if (!all_located(collective_)) {
-    return exchange.run(total + 1, stage, [&](const std::byte* from, Span span) {
-      take_from(peer, span, from);
-    });
+    return exchange.run(total + 1, stage,
+                        [&](const std::byte* from, Span span) { take_from(peer, span, from); });
   }
   if (taken_bytes(peer) != 0) {
     ArenaLocation published;

@@ -28,8 +28,8 @@ class Exchange {
   // The first chunk.
   Span first() const { return span(0); }
 
-  // Enters the collective. `stage(to, span)` writes this rank's data. If it has published locations,
-  // that comes later, and only if the peer has none.
+  // Enters the collective. `stage(to, span)` writes this rank's data. If it has published
+  // locations, that comes later, and only if the peer has none.
   template <class Stage>
   Status enter(Stage stage) {
     if (total_ >= kLongCopy) {
@@ -38,8 +38,8 @@ class Exchange {
     if (!collective_.is_located()) {
       Status status;
       if (collective_.data() == nullptr) {
-        status = in_entry_ ? collective_.reserve(total_)
-                           : collective_.reserve_exchange(first().size);
+        status =
+            in_entry_ ? collective_.reserve(total_) : collective_.reserve_exchange(first().size);
       }
       if (!status.ok()) {
         return status;

@@ -41,8 +41,8 @@ class LocationTable {
   explicit LocationTable(const std::byte* memory)
       : words_(reinterpret_cast<std::uint64_t*>(const_cast<std::byte*>(memory))) {}
 
-  // Writes the locations of `source(r)`, of `bytes(r)` bytes, and marks this rank, if all of them lie
-  // in its arena and at least one is not empty.
+  // Writes the locations of `source(r)`, of `bytes(r)` bytes, and marks this rank, if all of them
+  // lie in its arena and at least one is not empty.
   template <class Source, class Bytes>
   void publish(Collective& collective, Source source, Bytes bytes) {
     PHALANX_STEP("zero_copy: publish the locations");

@@ -48,7 +48,8 @@ bool disturbs(const MergedPart& writer, const MergedPart& other) {
 
 bool MergedCollectives::add(MergedPart part) {
   // On every rank, whether it gives this or not: all must merge the same parts.
-  const std::size_t copies = has_part_per_rank(part.own.kind) ? static_cast<std::size_t>(ranks_) : 1;
+  const std::size_t copies =
+      has_part_per_rank(part.own.kind) ? static_cast<std::size_t>(ranks_) : 1;
   const std::size_t end = offsets_.back() + (part.bytes() * copies + 15) / 16 * 16;
   if (parts_.size() == kParts || (parts_.size() + 1) * 16 + end > kBytes || !is_independent(part)) {
     return false;

@@ -1,5 +1,5 @@
-// Moves in which every rank gives every other a part of its own, for more than two ranks. A chunk in
-// a rank's piece of the ring has a place for a part of every rank.
+// Moves in which every rank gives every other a part of its own, for more than two ranks. A chunk
+// in a rank's piece of the ring has a place for a part of every rank.
 #pragma once
 
 #include "locations.h"
@@ -28,8 +28,8 @@ class Parts {
     return place(const_cast<std::byte*>(piece), chunk, rank);
   }
 
-  // Enters the collective. `stage(piece, chunk)` fills this rank's places of a chunk; `source(r)` and
-  // `bytes(r)`: the whole part for rank r, whose location is published instead if possible.
+  // Enters the collective. `stage(piece, chunk)` fills this rank's places of a chunk; `source(r)`
+  // and `bytes(r)`: the whole part for rank r, whose location is published instead if possible.
   template <class Stage, class Source, class Bytes>
   Status enter(Stage stage, Source source, Bytes bytes) {
     if (!small_) {

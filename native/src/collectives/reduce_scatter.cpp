@@ -11,9 +11,8 @@ Status scatter_by_exchange(Collective& collective, const void* const* inputs, st
   const int self = collective.self();
   const int peer = 1 - self;
   const auto combine = [&](const std::byte* theirs, Span span) {
-    sources.combine(output + span.begin, span.size, [&](int rank) {
-      return rank == self ? at(inputs[self], span.begin) : theirs;
-    });
+    sources.combine(output + span.begin, span.size,
+                    [&](int rank) { return rank == self ? at(inputs[self], span.begin) : theirs; });
   };
   if (bytes > kSmallBytes) {
     publish_location(collective, inputs[peer], bytes);

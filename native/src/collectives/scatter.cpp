@@ -41,7 +41,8 @@ Status scatter(Group& group, const void* const* inputs, void* output, std::size_
       },
       [&](int, const std::byte* piece, std::uint64_t chunk) {
         const Span span = chunks.span(chunk);
-        deliver(at(output, span.begin), chunks.place(piece + table, chunk, part(self)), span.size, bytes);
+        deliver(at(output, span.begin), chunks.place(piece + table, chunk, part(self)), span.size,
+                bytes);
       },
       [&](int peer, Status& mapped) {
         const LocationTable locations(collective.data(peer));

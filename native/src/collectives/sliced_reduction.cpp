@@ -143,16 +143,14 @@ Status SlicedReduction::run_in_place() {
   std::array<std::byte*, kMaxRanks> tensors;
   for (int rank = 0; rank < collective_.ranks(); ++rank) {
     Status status;
-    std::byte* tensor =
-        rank == collective_.self() ? data_ : map_source(collective_, rank, status);
+    std::byte* tensor = rank == collective_.self() ? data_ : map_source(collective_, rank, status);
     if (tensor == nullptr) {
       return status;
     }
     tensors[static_cast<std::size_t>(rank)] = tensor;
   }
   const std::size_t share = (total_ / ranks + kCacheLine) / kCacheLine * kCacheLine;
-  const std::size_t begin =
-      std::min(share * static_cast<std::size_t>(collective_.self()), total_);
+  const std::size_t begin = std::min(share * static_cast<std::size_t>(collective_.self()), total_);
   const std::size_t end = std::min(begin + share, total_);
   // The result of a block is still in the cache when it is copied to the other ranks.
   constexpr std::size_t kBlock = 32 * 1024;

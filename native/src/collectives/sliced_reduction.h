@@ -17,15 +17,15 @@ class SlicedReduction {
 
   // Enters the collective and reduces. The data are cut into chunks, and each chunk into slices, of
   // which rank r owns slice r. Every rank stages all slices but its own. The owner combines its own
-  // slice with the staged ones, and stores the result at the position of its own slice in its piece.
-  // Ranks that take the result copy it from there. Chunk c + 1 is staged before chunk c is combined,
-  // so that an early rank does useful work. This is reduce-scatter followed by all-gather
+  // slice with the staged ones, and stores the result at the position of its own slice in its
+  // piece. Ranks that take the result copy it from there. Chunk c + 1 is staged before chunk c is
+  // combined, so that an early rank does useful work. This is reduce-scatter followed by all-gather
   // (Rabenseifner 2004) in shared memory, with the least memory traffic possible for user buffers
   // outside the segment.
   Status run();
 
-  // Reduces data that all lie in arenas, once the collective is entered: every rank combines its own
-  // slice, and writes the result to all ranks that take it.
+  // Reduces data that all lie in arenas, once the collective is entered: every rank combines its
+  // own slice, and writes the result to all ranks that take it.
   Status run_in_place();
 
  private:

