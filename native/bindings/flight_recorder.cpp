@@ -64,7 +64,8 @@ int index_of(const RecorderContents& contents, std::uint16_t id) {
 }
 
 nb::dict record_to_python(const RecorderContents& contents, const Record& record) {
-  const bool typed = record.kind != Kind::barrier && record.kind != Kind::join;
+  const bool typed =
+      record.kind != Kind::barrier && record.kind != Kind::join && record.kind != Kind::plan;
   nb::dict to;
   to["number"] = record.number;
   to["kind"] = bindings::name_of(record.kind);

@@ -261,7 +261,8 @@ PyObject* run_queued(PyObject* self, PyObject* seconds) {
     }
     const std::shared_ptr<Core> core = own->prepared ? own->prepared->open_core() : nullptr;
     if (!core) {
-      throw nb::value_error("the group is closed");
+      PyErr_SetString(PyExc_ValueError, "the group is closed");
+      return nullptr;
     }
     Status status;
     {

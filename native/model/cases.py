@@ -29,10 +29,16 @@ class Case:
 
 # Small enough to find each error at once. VALUES bounds the number of values of a location; an
 # assertion fails if it is too small.
-WAITING = ("RANKS=2", "ROUNDS=2", "VALUES=16", "DEATHS=0", "SPURIOUS=0")
-WAITING_DEATH = ("RANKS=2", "ROUNDS=2", "VALUES=18", "DEATHS=1", "SPURIOUS=0")
-CHANNEL = ("CAPACITY=1", "PIECES=2", "VALUES=16", "DEATHS=0", "SPURIOUS=0")
-CHANNEL_DEATH = ("CAPACITY=1", "PIECES=2", "VALUES=16", "DEATHS=1", "SPURIOUS=0")
+WAITING = ("PHASES=0", "RANKS=2", "ROUNDS=2", "VALUES=20", "DEATHS=0", "SPURIOUS=0")
+WAITING_SPURIOUS = (*WAITING[:5], "SPURIOUS=1")
+WAITING_PHASES = ("PHASES=1", "RANKS=2", "ROUNDS=1", "VALUES=20", "DEATHS=0", "SPURIOUS=0")
+WAITING_ONE_SIDED = ("PHASES=2", *WAITING_PHASES[1:])
+WAITING_DEATH = ("PHASES=0", "RANKS=2", "ROUNDS=1", "VALUES=20", "DEATHS=1", "SPURIOUS=0")
+ENTRY = ("WINDOW=2", "ROUNDS=4", "VALUES=6")
+SLOTS = ("MESSAGES=2", "SLOTS=1", "PIECES=0", "CAPACITY=1", "VALUES=20", "DEATHS=0", "SPURIOUS=0")
+SLOTS_DEATH = (*SLOTS[:5], "DEATHS=1", "SPURIOUS=0")
+PIECES = ("MESSAGES=1", "SLOTS=1", "PIECES=2", *SLOTS[3:])
+PIECES_DEATH = ("MESSAGES=1", "SLOTS=1", "PIECES=2", *SLOTS_DEATH[3:])
 RECORD = ("RECORDS=4", "VALUES=9")
 ROW = ("DEATHS=0", "VALUES=8")
 ROW_DEATH = ("DEATHS=1", "VALUES=8")
@@ -67,14 +73,15 @@ def collective(
 def correct_cases() -> list[Case]:
     cases = [
         Case("waiting", WAITING),
-        Case("waiting", (*WAITING[:4], "SPURIOUS=1")),
+        Case("waiting", WAITING_SPURIOUS, long=True),
+        Case("waiting", WAITING_PHASES),
+        Case("waiting", WAITING_ONE_SIDED),
         Case("waiting", WAITING_DEATH),
-        Case("waiting", (*WAITING_DEATH[:4], "SPURIOUS=1"), long=True),
-        Case("waiting", ("RANKS=2", "ROUNDS=3", "VALUES=22", *WAITING[3:]), long=True),
-        Case("channel", CHANNEL),
-        Case("channel", CHANNEL_DEATH),
-        Case("channel", ("CAPACITY=1", "PIECES=3", "VALUES=16", *CHANNEL[3:]), long=True),
-        Case("channel", ("CAPACITY=2", "PIECES=3", "VALUES=18", *CHANNEL[3:]), long=True),
+        Case("entry", ENTRY),
+        Case("channel", SLOTS),
+        Case("channel", SLOTS_DEATH),
+        Case("channel", PIECES),
+        Case("channel", PIECES_DEATH),
         Case("mailbox_lock", ()),
         Case("record", RECORD),
         Case("record", (*RECORD, "CLEARED")),

@@ -55,7 +55,13 @@ def run(command: list[str], directory: str) -> str:
 def search(case: Case, orders: dict[str, str]) -> Result:
     """Build the verifier of a case, and run it to the end or to the first error."""
     given = {define.partition("=")[0] for define in case.defines}
-    defines = [f"-D{name}={order}" for name, order in orders.items() if name not in given]
+    # Only those that the model uses: Spin has a short buffer for its command line.
+    text = "".join((HERE / file).read_text() for file in (f"{case.model}.pml", "event.pml"))
+    defines = [
+        f"-D{name}={order}"
+        for name, order in orders.items()
+        if name not in given and re.search(rf"\b{name}\b", text)
+    ]
     defines += [f"-D{define}" for define in case.defines]
     with tempfile.TemporaryDirectory() as directory:
         for file in HERE.glob("*.pml"):

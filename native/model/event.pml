@@ -5,14 +5,16 @@
  * whose wake-up is lost sleeps forever, which Spin reports as an invalid end state.
  *
  * The including model defines RANKS, EVENT(r) (the first of two locations), LOCATIONS, VALUES,
- * DEATHS and SPURIOUS; and the orders SLEEPERS_ADD, SLEEPERS_SUB, TICKET_LOAD, SLEEPERS_LOAD and
- * TICKET_ADD, which come from the sources (check.py).
+ * DEATHS and SPURIOUS; and the orders SLEEPERS_ADD, SLEEPERS_SUB, SLEEPERS_READ, SLEEPERS_LOAD,
+ * SLEEPERS_LOCK, SLEEPERS_UNLOCK, TICKET_LOAD and TICKET_ADD, which come from the sources
+ * (check.py).
  */
 
 #define THREADS (2 * RANKS)
 #define SLEEPERS(r) EVENT(r)
 #define TICKET(r) (EVENT(r) + 1)
 #define KERNEL(r) (RANKS + r) /* the kernel's queue of sleepers on r's event, as a thread */
+#define LOCKED 64             /* kLocked */
 
 #include "memory.pml"
 
@@ -72,10 +74,9 @@ inline wake(owner) {
   }
 }
 
-inline notify(owner) {
-  load(SLEEPERS(owner), SLEEPERS_LOAD, value);
+inline notify_if(sleepers_known, owner) {
   if
-  :: value != 0 ->
+  :: sleepers_known ->
 #ifndef NO_TICKET
      add(TICKET(owner), TICKET_ADD, 1, value);
 #endif
@@ -83,7 +84,36 @@ inline notify(owner) {
      wake(owner)
 #endif
   :: else
-  fi
+  fi;
+  value = 0
+}
+
+/* A notification of the caller's own event, by a read-modify-write. */
+inline notify() {
+#ifdef NOTIFY_BY_LOAD
+  load(SLEEPERS(me), acquire, value);
+#else
+  add(SLEEPERS(me), SLEEPERS_READ, 0, value);
+#endif
+  notify_if((value & (LOCKED - 1)) != 0, me)
+}
+
+/* The same of a peer's event, by a load. */
+inline notify_peer(owner) {
+  load(SLEEPERS(owner), SLEEPERS_LOAD, value);
+  notify_if(value != 0, owner)
+}
+
+inline lock() {
+  add(SLEEPERS(me), SLEEPERS_LOCK, LOCKED, value);
+  value = 0
+}
+
+inline unlock_and_notify() {
+  add(SLEEPERS(me), SLEEPERS_UNLOCK, -LOCKED, value);
+#ifndef NO_NOTIFY_AT_UNLOCK
+  notify_if(value != LOCKED, me)
+#endif
 }
 
 /* A process that sees the end of another sees all that it did. */

@@ -51,8 +51,17 @@ def general_calls() -> Iterator[list[str]]:
         del executor.run, messages.send, messages.recv
 
 
-def operations(own: Tensor, op: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Return all blocking operations: each returns its result, which no tensor of the next has."""
+def call_function(function: Callable[..., object], *arguments: Any, **options: Any) -> None:
+    function(*arguments, **options)
+
+
+def operations(
+    own: Tensor, op: Any, run: Callable[..., None] = call_function
+) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Return all blocking operations: each returns its result, which no tensor of the next has.
+
+    `run` gets a function of `torch.distributed` and its arguments.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def parts() -> list[Tensor]:
@@ -73,43 +82,43 @@ def operations(own: Tensor, op: Any) -> Iterator[tuple[str, Callable[[], Tensor]
     def exchange() -> Tensor:
         tensor = own.clone()
         if rank == 0:
-            dist.send(tensor, size - 1, tag=3)
+            run(dist.send, tensor, size - 1, tag=3)
         if rank == size - 1:
-            dist.recv(tensor, 0, tag=3)
+            run(dist.recv, tensor, 0, tag=3)
         return tensor
 
-    yield "barrier", lambda: in_place(lambda _: dist.barrier())
-    yield "broadcast", lambda: in_place(lambda t: dist.broadcast(t, 1))
-    yield "all_reduce", lambda: in_place(lambda t: dist.all_reduce(t, op))
-    yield "reduce", lambda: in_place(lambda t: dist.reduce(t, 1, op))
-    yield "all_gather", lambda: into(parts(), lambda o: dist.all_gather(o, own))
+    yield "barrier", lambda: in_place(lambda _: run(dist.barrier))
+    yield "broadcast", lambda: in_place(lambda t: run(dist.broadcast, t, 1))
+    yield "all_reduce", lambda: in_place(lambda t: run(dist.all_reduce, t, op))
+    yield "reduce", lambda: in_place(lambda t: run(dist.reduce, t, 1, op))
+    yield "all_gather", lambda: into(parts(), lambda o: run(dist.all_gather, o, own))
     yield (
         "gather",
-        lambda: into(parts(), lambda o: dist.gather(own, o if rank == 1 else None, 1)),
+        lambda: into(parts(), lambda o: run(dist.gather, own, o if rank == 1 else None, 1)),
     )
     yield (
         "scatter",
-        lambda: into(row.clone(), lambda o: dist.scatter(o, inputs if rank == 1 else None, 1)),
+        lambda: into(row.clone(), lambda o: run(dist.scatter, o, inputs if rank == 1 else None, 1)),
     )
     yield (
         "reduce_scatter",
-        lambda: into(row.clone(), lambda o: dist.reduce_scatter(o, inputs, op)),
+        lambda: into(row.clone(), lambda o: run(dist.reduce_scatter, o, inputs, op)),
     )
     yield (
         "all_gather_single",
-        lambda: into(large.clone(), lambda o: dist.all_gather_into_tensor(o, own)),
+        lambda: into(large.clone(), lambda o: run(dist.all_gather_into_tensor, o, own)),
     )
     yield (
         "reduce_scatter_single",
-        lambda: into(row.clone(), lambda o: dist.reduce_scatter_tensor(o, whole, op)),
+        lambda: into(row.clone(), lambda o: run(dist.reduce_scatter_tensor, o, whole, op)),
     )
     yield (
         "all_to_all_single",
-        lambda: into(row.clone(), lambda o: dist.all_to_all_single(o, own)),
+        lambda: into(row.clone(), lambda o: run(dist.all_to_all_single, o, own)),
     )
     yield (
         "all_to_all",
-        lambda: into(parts(), lambda o: dist.all_to_all(o, inputs)),
+        lambda: into(parts(), lambda o: run(dist.all_to_all, o, inputs)),
     )
     yield "message", exchange
 

@@ -25,7 +25,7 @@ class MergedCollectives {
  public:
   explicit MergedCollectives(int ranks) : ranks_(ranks) {}
 
-  // Adds a part, unless it reads or writes what another part writes, or is too large to be merged.
+  // Adds a part, unless it uses memory that another part uses, or is too large to be merged.
   bool add(MergedPart part);
   std::size_t size() const { return parts_.size(); }
 

@@ -33,15 +33,16 @@ bool overlap(const std::byte* a, std::size_t a_bytes, const std::byte* b, std::s
   return a < b + b_bytes && b < a + a_bytes;
 }
 
-// Whether `writer` writes what `other` reads or writes.
-bool disturbs(const MergedPart& writer, const MergedPart& other) {
-  const auto meets = [&](const std::byte* written) {
-    const auto is_hit = [&](const std::byte* used) {
-      return overlap(written, writer.bytes(), used, other.bytes());
+// Whether a part uses memory that another part uses. Also if both only read: after a broadcast, an
+// all-gather of the same data depends on it on all ranks but the root, and all must merge the same.
+bool share_memory(const MergedPart& one, const MergedPart& other) {
+  const auto is_used = [&](const std::byte* used) {
+    const auto is_hit = [&](const std::byte* each) {
+      return overlap(used, one.bytes(), each, other.bytes());
     };
     return std::ranges::any_of(other.inputs, is_hit) || std::ranges::any_of(other.outputs, is_hit);
   };
-  return std::ranges::any_of(writer.outputs, meets);
+  return std::ranges::any_of(one.inputs, is_used) || std::ranges::any_of(one.outputs, is_used);
 }
 
 }  // namespace
@@ -61,9 +62,8 @@ bool MergedCollectives::add(MergedPart part) {
 }
 
 bool MergedCollectives::is_independent(const MergedPart& part) const {
-  return std::ranges::none_of(parts_, [&](const MergedPart& other) {
-    return disturbs(part, other) || disturbs(other, part);
-  });
+  return std::ranges::none_of(parts_,
+                              [&](const MergedPart& other) { return share_memory(part, other); });
 }
 
 const std::byte* MergedCollectives::input(std::size_t index, int rank) const {

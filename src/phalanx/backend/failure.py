@@ -339,6 +339,8 @@ def _format_operation(fingerprint: _native.Fingerprint) -> str:
     number = f" #{fingerprint.sequence}" if fingerprint.sequence else ""
     if kind == "barrier":
         return f"barrier{number}"
+    if kind == "plan":
+        return f"plan{number} of {fingerprint.count} operations"
     if kind == "all_to_all":
         return f"all_to_all{number} {DTYPE_NAMES[fingerprint.dtype]}"
     text = f"{kind}{number} {shape}"

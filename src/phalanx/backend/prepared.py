@@ -115,14 +115,15 @@ def plan(operations: Sequence[PreparedOperation]) -> PreparedOperation:
     """Combine prepared operations of one group, to run them in order by one call.
 
     Small collectives in a row that do not depend on each other meet once, which takes about as
-    long as one of them alone: up to 128, with up to 16 KiB in all of the data that a rank gives.
+    long as one of them alone: up to 128, with up to 16 KiB in all of the data that a rank gives,
+    and 16 bytes for each.
     Messages in a row move at the same time, as with `batch_isend_irecv`. Everything else runs one
     after another.
 
     All ranks make the same plan of the collectives: the same operations in the same order, of
-    which the same ones are independent (an operation depends on another if it reads or writes what
-    that one writes). Otherwise the run raises `CollectiveMismatch` on all ranks. In the flight
-    recorder, merged operations are one operation named plan.
+    which the same ones are independent (two operations depend on each other if they use the same
+    memory). Otherwise the run raises `CollectiveMismatch` on all ranks. In the flight recorder,
+    merged operations are one operation named plan.
 
     Args:
         operations: Results of `prepare`, all of one group, at least one.
@@ -231,6 +232,8 @@ class _PlainCall(_Plain):
             each for each in tree_leaves(self.bound.arguments) if isinstance(each, torch.Tensor)
         )
         self._states = [_state(each) for each in self.tensors]
+        # Kept as text: the tensors may have changed when an error names them.
+        self._text = f"{self._name} {format_tensor(self.tensors[0])}" if self.tensors else self._name
 
     def _bind(self, arguments: Sequence[Any], options: dict[str, Any]) -> inspect.BoundArguments:
         try:
@@ -310,8 +313,7 @@ class _PlainCall(_Plain):
                 raise UsageError(f"{self.describe()}: {_format_change(before, now)}: prepare again")
 
     def describe(self) -> str:
-        tensor = f" {format_tensor(self.tensors[0])}" if self.tensors else ""
-        return f"{self._name}{tensor} {self._at()}"
+        return f"{self._text} {self._at()}"
 
 
 class _PlainPlan(_Plain):
@@ -356,29 +358,42 @@ class _PlainPlan(_Plain):
                 each()
             return
         with record_function("phalanx:plan") if is_profiling() else contextlib.nullcontext():
-            self._execute(dist.BarrierOptions())
+            self._execute(is_async=False)
 
     def start(self) -> Any:
-        """Run the operations in the thread of the group; return their work."""
-        if not self.is_native:
-            for each in self._operations:
-                each.start()
-            return None
-        options = dist.BarrierOptions()
-        options.asyncOp = True
-        return self._execute(options)
+        """Run the operations in the thread of the group; return their work.
 
-    def _execute(self, options: dist.BarrierOptions) -> Any:
+        Plain calls are started, each after those that use the same memory, and returned.
+        """
+        if self.is_native:
+            return self._execute(is_async=True)
+        started: list[PreparedOperation] = []
+        used: set[int] = set()
+        for call, operation in zip(self.calls, self._operations, strict=True):
+            memory = {each.untyped_storage().data_ptr() for each in call.tensors}
+            if memory & used:  # backends such as Gloo run operations at the same time
+                _wait_all(started)
+                used.clear()
+            operation.start()
+            started.append(operation)
+            used |= memory
+        return started
+
+    def _execute(self, is_async: bool) -> Any:
+        if self.group._membership.native.closed:
+            raise UsageError(f"{self.describe()}: this rank has left the process group")
+        options = dist.BarrierOptions()
+        options.asyncOp = is_async
         call = self.operation.run_queued
         return self.group._executor.run(
             "plan", call, None, options, [], None, keep_alive=self.operation
         )
 
     def wait(self, work: Any) -> None:
-        super().wait(work)
-        if not self.is_native:
-            for each in self._operations:
-                each.wait()
+        if self.is_native:
+            super().wait(work)
+        else:
+            _wait_all(work)
 
     def check(self) -> None:
         """Raise if a tensor has changed since the preparation."""
@@ -387,6 +402,11 @@ class _PlainPlan(_Plain):
 
     def describe(self) -> str:
         return f"plan of {len(self.calls)} operations {self._at()}"
+
+
+def _wait_all(started: list[PreparedOperation]) -> None:
+    while started:
+        started.pop(0).wait()
 
 
 _RefusedCall = tuple[Callable[..., Any], list[Any], dict[str, Any]]
