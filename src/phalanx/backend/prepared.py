@@ -233,7 +233,7 @@ class _PlainCall(_Plain):
         )
         self._states = [_state(each) for each in self.tensors]
         # Kept as text: the tensors may have changed when an error names them.
-        self._text = f"{self._name} {format_tensor(self.tensors[0])}" if self.tensors else self._name
+        self._text = " ".join([self._name, *map(format_tensor, self.tensors[:1])])
 
     def _bind(self, arguments: Sequence[Any], options: dict[str, Any]) -> inspect.BoundArguments:
         try:
