@@ -328,6 +328,19 @@ void deallocate(PyObject* self) {
   Py_DECREF(type);
 }
 
+constexpr const char* kDocstring =
+    R"(An operation whose arguments were read once, to run many times.
+
+Results of `phalanx.prepare` and `phalanx.plan`, which say what a run does. It can run once at a
+time, in any thread.
+
+Example:
+    >>> average = phalanx.prepare(dist.all_reduce, torch.ones(1000))
+    >>> average()
+    >>> average.start()
+    >>> average.wait()
+)";
+
 PyTypeObject* type_of_operations() {
   static PyMemberDef members[] = {
       {"__vectorcalloffset__", T_PYSSIZET, offsetof(Object, call), READONLY, nullptr},
@@ -335,9 +348,10 @@ PyTypeObject* type_of_operations() {
       {nullptr, 0, 0, 0, nullptr},
   };
   static PyMethodDef methods[] = {
-      {"start", &start, METH_NOARGS, nullptr},
-      {"wait", &wait, METH_NOARGS, nullptr},
-      {"run_queued", &run_queued, METH_O, nullptr},
+      {"start", &start, METH_NOARGS,
+       "Start the operation; its tensors must not be used before wait."},
+      {"wait", &wait, METH_NOARGS, "Block until the operation that was started has ended."},
+      {"run_queued", &run_queued, METH_O, "Run the operation in the group's thread."},
       {nullptr, nullptr, 0, nullptr},
   };
   static PyGetSetDef properties[] = {
@@ -346,6 +360,7 @@ PyTypeObject* type_of_operations() {
       {nullptr, nullptr, nullptr, nullptr, nullptr},
   };
   static PyType_Slot slots[] = {
+      {Py_tp_doc, const_cast<char*>(kDocstring)},
       {Py_tp_call, reinterpret_cast<void*>(&PyVectorcall_Call)},
       {Py_tp_getset, properties},
       {Py_tp_repr, reinterpret_cast<void*>(&represent)},

@@ -633,7 +633,8 @@ def install_direct_calls(
 class PreparedOperation:
     """An operation whose arguments were read once, to run many times.
 
-    Results of `phalanx.prepare` and `phalanx.plan`. One run at a time, in any thread.
+    Results of `phalanx.prepare` and `phalanx.plan`, which say what a run does. It can run once at a
+    time, in any thread.
     """
 
     def __call__(self) -> None:
