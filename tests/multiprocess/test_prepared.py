@@ -171,6 +171,26 @@ def test_a_profiler_sees_runs(ranks: RankServer) -> None:
     ranks.run(2, is_seen_by_a_profiler)
 
 
+def is_part_of_a_compiled_function() -> None:
+    tensor = torch.ones(4)
+    operation = phalanx.prepare(dist.all_reduce, tensor)
+
+    @torch.compile(backend="eager")
+    def scale(values: Tensor) -> Tensor:
+        tensor.copy_(values * 2)
+        operation()
+        return tensor + 1
+
+    for value in range(RUNS):
+        result = scale(torch.full((4,), float(value)))
+        assert (result == 2 * value * dist.get_world_size() + 1).all()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # none for each call
+
+
+def test_compiled_functions_contain_runs(ranks: RankServer) -> None:
+    ranks.run(2, is_part_of_a_compiled_function)
+
+
 # ---- plans ----
 
 
