@@ -16,7 +16,8 @@ same processes, on the same weights:
 A round generates some tokens in each mode, at batch size 1. The results are medians over the rounds
 with the quartiles: the speed of the slowest rank, its ratio to that of `one` in the same round, and
 the share of time in collectives. Transfer is the part of that time after the last rank has arrived,
-that is, the shortest time of any rank in each call. The rest is waiting for slower ranks.
+that is, the shortest time of any rank in each call; "a call" is its median. The rest of the time
+in collectives is waiting for slower ranks.
 
 A rank reads its weights from memory for each token. So each round also measures how fast rank 0
 reads matrices, by products with a vector, and how fast all ranks do at the same time.
@@ -28,6 +29,7 @@ import gc
 import json
 import os
 import shlex
+import statistics
 import sys
 import time
 from dataclasses import asdict
@@ -58,6 +60,7 @@ MODELS = {
     ),
 }
 MODES = ("one", "bound", "phalanx", "prepared", "gloo", "dtensor", "dtensor_gloo")
+SHARES = ("collectives", "transfer")
 PROMPT = list(range(1, 9))
 READ_BYTES = 512 * 2**20
 
@@ -167,7 +170,7 @@ def measure(
         example.use_one_core(session)
         rank = Rank(model, getattr(torch, dtype), modes)
         figures: dict[str, dict[str, list[float]]] = {
-            mode: {"seconds": [], "collectives": [], "transfer": []} for mode in modes
+            mode: {name: [] for name in ("seconds", *SHARES, "call_seconds")} for mode in modes
         }
         figures["read"] = {"one": [], "all": []}
         for number in range(-1, rounds):
@@ -186,9 +189,10 @@ def measure(
                 calls = [times for _, times in of_ranks]
                 if calls[0]:
                     total = sum(map(sum, calls)) / len(calls)
-                    transfer = sum(map(min, zip(*calls, strict=True)))
+                    transfers = [min(times) for times in zip(*calls, strict=True)]
                     figures[mode]["collectives"].append(total / tokens / seconds)
-                    figures[mode]["transfer"].append(transfer / tokens / seconds)
+                    figures[mode]["transfer"].append(sum(transfers) / tokens / seconds)
+                    figures[mode]["call_seconds"].append(statistics.median(transfers))
         return figures
 
 
@@ -204,7 +208,7 @@ def summarize(figures: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
             "tokens_per_second": vars(Timing.of([1 / each for each in lists["seconds"]])),
             "speedup": vars(Timing.of([one / each for one, each in ratios])),
         }
-        for name in ("collectives", "transfer"):
+        for name in (*SHARES, "call_seconds"):
             if lists[name]:
                 summary[mode][name] = vars(Timing.of(lists[name]))
     return summary
@@ -225,7 +229,8 @@ def show(model: str, dtype: str, ranks: int, summary: dict[str, Any]) -> None:
         f"memory: one rank alone reads {speeds['one']:.1f} GB/s, {ranks} at once "
         f"{speeds['all']:.1f} GB/s, {speeds['all'] / speeds['one']:.2f} times as much"
     )
-    print(f"{'':>12}  {'tokens/s':>21}  {'times one':>18}  {'in collectives':>14}  {'transfer':>8}")
+    columns = f"{'tokens/s':>21}  {'times one':>18}  {'in collectives':>14}  {'transfer':>8}"
+    print(f"{'':>12}  {columns}  {'a call':>9}")
     for mode in (name for name in MODES if name in summary):
         row = summary[mode]
         speed, speedup = row["tokens_per_second"], row["speedup"]
@@ -233,6 +238,7 @@ def show(model: str, dtype: str, ranks: int, summary: dict[str, Any]) -> None:
         line = f"{line:<35}  {speedup['median']:.2f} ({speedup['low']:.2f} - {speedup['high']:.2f})"
         if "transfer" in row:
             line += f"  {row['collectives']['median']:14.1%}  {row['transfer']['median']:8.1%}"
+            line += f"  {row['call_seconds']['median'] * 1e6:6.1f} us"
         print(line, flush=True)
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.docs.fences import read_fences
 from tests.ranks import RankServer
 
 SHAPE = {
@@ -346,3 +347,12 @@ def test_safetensors_is_not_installed(
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(RuntimeError, match="pip install safetensors"):
         llama.checkpoint_weights(tmp_path, llama.Config())
+
+
+def test_the_guide_shows_parts_of_the_example(examples: Path) -> None:
+    program = (examples / "tensor_parallel.py").read_text()
+    page = examples.parent / "docs/tensor-parallelism.md"
+    blocks = [fence.text for fence in read_fences(page) if fence.language == "python"]
+    assert blocks
+    for block in blocks:
+        assert block in program
