@@ -41,9 +41,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import phalanx
-from phalanx.bench.machine import machine, versions
+from phalanx.bench.machine import available_memory, machine, versions
 from phalanx.bench.results import Timing
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -111,7 +112,7 @@ class Rank:
         split = example.build(config, weights, dtype, meshes["phalanx"])
         self.models["dtensor"] = split
         if "dtensor_gloo" in modes:
-            self.models["dtensor_gloo"] = example.build(config, weights, dtype, meshes["gloo"])
+            self.models["dtensor_gloo"] = copy_to_mesh(split, meshes["gloo"])
         # A copy of the modules, with the same parameters.
         local = copy.deepcopy(split, {id(each): each for each in split.parameters()})
         example.use_local_tensors(local, self.switch)
@@ -153,6 +154,18 @@ class Rank:
         dist.barrier()
         ranks = 1 if alone else dist.get_world_size()
         return READ_BYTES * ranks / max(gather(taken))
+
+
+def copy_to_mesh(model: llama.Llama, mesh: DeviceMesh) -> llama.Llama:
+    """Return the same model on another mesh; it has the same memory."""
+    copied = example.build_empty(model.config, mesh)
+    for name, parameter in model.named_parameters():
+        value: Tensor = parameter
+        if isinstance(parameter, DTensor):
+            placements = parameter.placements
+            value = DTensor.from_local(parameter.to_local(), mesh, placements, run_check=False)
+        example.set_parameter(copied, name, value)
+    return copied
 
 
 def gather(value: Any) -> list[Any]:
@@ -214,16 +227,33 @@ def summarize(figures: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
     return summary
 
 
+def count_bytes(model: str, dtype: str) -> tuple[int, int]:
+    """Return the bytes of all weights, and of those that are read for a token."""
+    parameters = list(example.build_empty(MODELS[model], None).named_parameters())
+    width = getattr(torch, dtype).itemsize
+    read = sum(each.numel() for name, each in parameters if not name.startswith("embed"))
+    return sum(each.numel() for _, each in parameters) * width, read * width
+
+
+def check_memory(model: str, dtype: str, ranks: int) -> None:
+    """Exit if the models do not fit into the available memory."""
+    weights, read = count_bytes(model, dtype)
+    # The whole model, the shares, and on each rank the embedding and the matrices to read.
+    needed = weights + read + ranks * (weights - read + READ_BYTES)
+    available = available_memory()
+    if available < 1.2 * needed:
+        sys.exit(
+            f"{model} with {ranks} ranks needs {1.2 * needed / 1e9:.1f} GB of memory, "
+            f"{available / 1e9:.1f} GB are available: give others by --models"
+        )
+
+
 def show(model: str, dtype: str, ranks: int, summary: dict[str, Any]) -> None:
     """Print a table of the results."""
     cores = len(os.sched_getaffinity(0))
     place = "on a core each" if ranks <= cores else f"which share {cores} cores"
-    config = MODELS[model]
-    with torch.device("meta"):
-        modules = llama.Llama(config)
-    read = sum(p.numel() for n, p in modules.named_parameters() if not n.startswith("embed"))
-    size = read * getattr(torch, dtype).itemsize / 1e9
-    print(f"\n{model}, {dtype}, {size:.2f} GB read for a token; {ranks} ranks, {place}")
+    read = count_bytes(model, dtype)[1] / 1e9
+    print(f"\n{model}, {dtype}, {read:.2f} GB read for a token; {ranks} ranks, {place}")
     speeds = {name: each["median"] / 1e9 for name, each in summary["bytes_per_second"].items()}
     print(
         f"memory: one rank alone reads {speeds['one']:.1f} GB/s, {ranks} at once "
@@ -270,6 +300,7 @@ def main() -> None:
     for model in options.models.split(","):
         for ranks in map(int, options.nproc_per_node.split(",")):
             arguments = model, options.dtype, modes, options.rounds, options.tokens
+            check_memory(model, options.dtype, ranks)
             summary = summarize(phalanx.launch(measure, ranks, arguments)[0])
             show(model, options.dtype, ranks, summary)
             shape = {"model": model, "config": asdict(MODELS[model]), "dtype": options.dtype}

@@ -103,10 +103,8 @@ class PreparedCollectives(Collectives):
         """Return the sum of the parts of all ranks."""
         if part.shape not in self.sums:
             total = torch.empty_like(part)
-            self.sums[part.shape] = (
-                total,
-                phalanx.prepare(dist.all_reduce, total, group=self.group),
-            )
+            operation = phalanx.prepare(dist.all_reduce, total, group=self.group)
+            self.sums[part.shape] = total, operation
         total, operation = self.sums[part.shape]
         total.copy_(part)
         operation()
@@ -127,11 +125,7 @@ class PreparedCollectives(Collectives):
 
 def build(config: Config, weights: Weights, dtype: torch.dtype, mesh: DeviceMesh | None) -> Llama:
     """Return the model; with a mesh, the share of this rank, as DTensors."""
-    with torch.device("meta"):  # shapes without memory
-        model = Llama(config).to(dtype).requires_grad_(False)
-    if mesh is not None:
-        check_ranks(config, mesh.size())
-        parallelize_module(model, mesh, PLAN, src_data_rank=None)
+    model = build_empty(config, mesh)
     for name, parameter in list(model.named_parameters()):
         value = weights(name, parameter.shape).to(dtype)
         if isinstance(parameter, DTensor):
@@ -139,9 +133,23 @@ def build(config: Config, weights: Weights, dtype: torch.dtype, mesh: DeviceMesh
             value = distribute_tensor(
                 value, parameter.device_mesh, parameter.placements, src_data_rank=None
             )
-        owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, nn.Parameter(value, requires_grad=False))
-    return model.eval()
+        set_parameter(model, name, value)
+    return model
+
+
+def build_empty(config: Config, mesh: DeviceMesh | None) -> Llama:
+    """Return the model with parameters that have a shape, but no memory."""
+    with torch.device("meta"):
+        model = Llama(config).eval()
+    if mesh is not None:
+        check_ranks(config, mesh.size())
+        parallelize_module(model, mesh, PLAN, src_data_rank=None)
+    return model
+
+
+def set_parameter(model: Llama, name: str, value: Tensor) -> None:
+    owner, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, nn.Parameter(value, requires_grad=False))
 
 
 def check_ranks(config: Config, ranks: int) -> None:
