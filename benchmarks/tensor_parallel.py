@@ -281,7 +281,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS), help="(%(default)s)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--modes", default=",".join(MODES), help="one and others (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=8, help="of each mode in a round")
     parser.add_argument("--output", type=Path, metavar="FILE")
     options = parser.parse_args()
