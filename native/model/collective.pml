@@ -1,22 +1,30 @@
-/* Group::enter_collective and the collectives built on it: RANKS ranks run the operations OP1, OP2,
+/* Collective (collective.h) and the collectives built on it: RANKS ranks run the operations OP1, OP2,
  * OP3 and leave. Each access to shared memory is one transition. Any rank may be killed before any
  * of them (DEATHS in all), may stop waiting (TIMEOUTS), and one may be in a different operation
- * (MISMATCHES).
+ * (MISMATCHES). With RUNS_AHEAD, ranks that only give data wait for no entry.
  *
  * Memory holds tags instead of data: the operation and chunk that wrote there. Readers assert that
  * they find what the protocol guarantees. Wake-ups are the subject of waiting.pml: here a rank
- * continues when something has changed that its slices would reveal.
+ * continues when something has changed that its slices would reveal. The words of an entry are the
+ * subject of entry.pml: here they are written at once. A piece of the ring takes all of it, so that
+ * each piece overlaps the one before.
  */
+
+#define WINDOW 2 /* kEntries: entries of a rank that its peers may still read */
+#define SLOTS 2  /* Chunks::kSlots: chunks of a stream that its piece holds */
 
 /* Operations. */
 #define NONE 0
-#define SMALL 1    /* fits into the inline buffers */
-#define MOVE_ONE 2 /* broadcast and similar: rank 0 produces chunks */
-#define MOVE_ALL 3 /* all_gather: all ranks produce and consume */
-#define REDUCE 4   /* the large all_reduce */
-#define EXCHANGE 5 /* reduce_scatter, all_to_all */
-#define ZERO_COPY 6   /* all_reduce of tensors in arenas */
-#define OTHER 7    /* a different fingerprint */
+#define SMALL 1    /* all data are in the entries, and every rank reads all of them */
+#define GIVE 2     /* the data of rank 0 are in its entry */
+#define STREAM 3   /* stream.h: rank 0 gives chunks */
+#define IN_PLACE 4 /* stream.h: the others read the tensor of rank 0, in its arena */
+#define SLICED 5   /* sliced_reduction.h; any number of ranks has published locations */
+#define PARTS 6    /* parts.h, all_to_all */
+#define EXCHANGE 7 /* exchange.h: two ranks */
+#define OTHER 8    /* added to a fingerprint that differs */
+
+#define gives_alone(op) (op == GIVE || op == STREAM || op == IN_PLACE)
 
 /* Codes; the abort word holds one with the rank that it is about, and the witness. */
 #define LOST 1
@@ -28,31 +36,29 @@
 #define about(status) ((status >> 2) & 3)
 #define witness(status) (status & 3)
 
-#ifdef ONE_INLINE_BUFFER
-#define INLINE(r, k) inline_buffer[2 * (r)]
+#ifdef ONE_ENTRY
+#define AT(r, n) (r)
 #else
-#define INLINE(r, k) inline_buffer[2 * (r) + ((k) & 1)]
+#define AT(r, n) (WINDOW * (r) + (n) % WINDOW)
 #endif
-#ifdef ONE_FINGERPRINT
-#define FINGERPRINT(r, k) fingerprint[2 * (r)]
+#ifdef ONE_PLACE
+#define STAGED(r, c, s) ring[RANKS * SLOTS * (r) + (s)]
 #else
-#define FINGERPRINT(r, k) fingerprint[2 * (r) + ((k) & 1)]
-#endif
-#ifdef ONE_STAGING_PLACE
-#define STAGED(r, c, s) staging[RANKS * 2 * (r) + (s)]
-#else
-#define STAGED(r, c, s) staging[RANKS * (2 * (r) + ((c) & 1)) + (s)]
+#define STAGED(r, c, s) ring[RANKS * (SLOTS * (r) + (c) % SLOTS) + (s)]
 #endif
 #define TENSOR(r, s) tensor[RANKS * (r) + (s)]
 
-/* The tag of a slice: operation, chunk, and whether it is combined. */
+/* The tag of data: operation, chunk, and whether it is combined. */
 #define INPUT(k, c) ((k) * 16 + (c) * 2)
 #define RESULT(k, c) ((k) * 16 + (c) * 2 + 1)
 
 byte step[RANKS];
-byte fingerprint[2 * RANKS];
-byte inline_buffer[2 * RANKS];
-byte staging[2 * RANKS * RANKS];
+byte entered[RANKS];
+byte number[WINDOW * RANKS], fingerprint[WINDOW * RANKS], history[WINDOW * RANKS];
+byte payload[WINDOW * RANKS];
+bool is_located[WINDOW * RANKS];
+byte ring[SLOTS * RANKS * RANKS];
+byte buffer[2]; /* the exchange buffers: tags with the writer in the highest bit */
 byte tensor[RANKS * RANKS];
 byte word;                          /* the abort word */
 bool fingerprints_published[RANKS]; /* published by the witness before the word */
@@ -60,6 +66,7 @@ bool left[RANKS], dead[RANKS];
 byte deaths = DEATHS; /* remaining */
 byte timeouts = TIMEOUTS, mismatches = MISMATCHES;
 byte differs;           /* the operation in which one rank differs */
+byte differing;         /* that rank */
 bool has_failed[RANKS]; /* has failed before */
 
 hidden byte each;
@@ -73,7 +80,7 @@ hidden byte each;
 #ifdef AWAIT_ONLY_PEER
 #define absent(r) false
 #else
-#define absent(r) ((lost(r) || left[r]) && step[r] < entry_step)
+#define absent(r) ((lost(r) || left[r]) && entered[r] < entered[me])
 #endif
 #if RANKS == 2
 #define someone_absent (absent(0) || absent(1))
@@ -83,7 +90,7 @@ hidden byte each;
 
 /* LATE */
 #define has_ended(r) (dead[r] || left[r])
-#define hopeless(r) (dead[r] && step[r] <= step[me])
+#define hopeless(r) (dead[r] && entered[r] <= entered[me])
 
 /* Group::abort: the first failure wins, and all ranks report it. */
 inline abort_group(why) {
@@ -158,95 +165,188 @@ inline check_peers() {
   other = 0
 }
 
-/* A slice may end, and the check of the peers come, some time after the check of the step. One such
- * check without effect is allowed for each wait.
+/* A slice may end, and the check of the peers come, some time after the check of `ready`. One such
+ * check without effect is allowed for each wait. No rank is reported as missing that had come.
  */
-inline await(target) {
-  checked = false;
-  do
-  :: d_step { step[peer] >= target -> checked = false; peer_status = 0 }; break
-  :: atomic { step[peer] < target && timeouts > 0 -> timeouts-- };
-     abort_group(pack(TIMEOUT, peer))
-  :: step[peer] < target &&
-     (!checked || word != 0 || left[peer] || lost(peer) || someone_absent) ->
-     checked = true;
-     check_peers();
-     if
-     :: peer_status == 0
-     :: else ->
-#ifndef NO_LAST_CHECK
-        if
-        :: d_step { step[peer] >= target -> checked = false; peer_status = 0 }; break
-        :: else
-        fi;
-#endif
-        /* No rank is reported as missing that had come. */
-        assert(code_of(peer_status) == MISMATCH || code_of(peer_status) == TIMEOUT || word != 0 ||
-               step[about(peer_status)] < target || left[peer]);
-        abort_group(peer_status)
-     fi
+#define await(ready)                                                                        \
+  checked = false;                                                                          \
+  do                                                                                        \
+  :: d_step { (ready) -> checked = false; peer_status = 0 }; break                          \
+  :: atomic { !(ready) && timeouts > 0 -> timeouts-- };                                     \
+     abort_group(pack(TIMEOUT, peer))                                                       \
+  :: !(ready) && (!checked || word != 0 || left[peer] || lost(peer) || someone_absent) ->   \
+     checked = true;                                                                        \
+     check_peers();                                                                         \
+     if                                                                                     \
+     :: peer_status == 0                                                                    \
+     :: else ->                                                                             \
+        if                                                                                  \
+        :: LAST_CHECK_IS_MADE && (ready) -> break                                           \
+        :: else                                                                             \
+        fi;                                                                                 \
+        assert(code_of(peer_status) == MISMATCH || code_of(peer_status) == TIMEOUT ||       \
+               word != 0 || left[peer] ||                                                   \
+               (about(peer_status) == peer -> !(ready) :                                    \
+                                              entered[about(peer_status)] < entered[me]));  \
+        abort_group(peer_status)                                                            \
+     fi                                                                                     \
   od
-}
+
+#ifdef NO_LAST_CHECK
+#define LAST_CHECK_IS_MADE false
+#else
+#define LAST_CHECK_IS_MADE true
+#endif
+
+#define await_step(target) await(step[peer] >= target)
+#define await_entry() await(number[AT(peer, k)] == k)
+
+/* For all peers, or those that `chosen` selects. */
+#define each_peer(chosen, action)         \
+  peer = 0;                               \
+  do                                      \
+  :: peer < RANKS && peer != me && (chosen) -> action; peer++ \
+  :: peer < RANKS && (peer == me || !(chosen)) -> peer++      \
+  :: peer == RANKS -> break               \
+  od;                                     \
+  peer = 0
 
 inline advance() { step[me] = step[me] + 1 }
 
-inline enter_collective() {
-#ifdef FINGERPRINT_AFTER_STEP
-  advance();
-  FINGERPRINT(me, k) = mine;
+/* ---- entries ---- */
+
+#define fingerprint_of(n) (mine + (differs == n && differing == me -> OTHER : 0))
+
+#ifdef NO_HISTORY
+#define HISTORY_DIFFERS(n) false
 #else
-  FINGERPRINT(me, k) = mine;
-  advance();
+#define HISTORY_DIFFERS(n) (history[AT(peer, n)] != history[AT(me, n)])
 #endif
-  entry_step = step[me];
-  peer = 0;
-  do
-  :: peer < RANKS && peer != me ->
-     await(entry_step);
+
+inline publish(tag, staged) {
+  d_step {
+    past = past | (fingerprint_of(k) >= OTHER -> 1 << k : 0); /* the history */
+    number[AT(me, k)] = 0
+  };
+#ifdef ENTRY_BEFORE_DATA
+  number[AT(me, k)] = k;
+#endif
+  d_step {
+    fingerprint[AT(me, k)] = fingerprint_of(k);
+    history[AT(me, k)] = past;
+    is_located[AT(me, k)] = located;
+    payload[AT(me, k)] = tag;
+    base = step[me] + 2
+  };
+#ifndef ENTRY_BEFORE_DATA
+  number[AT(me, k)] = k;
+#endif
+  step[me] = (staged -> base : base - 1);
+  entered[me] = k
+}
+
+inline compare() {
 #ifndef NO_COMPARE
+  if
+  :: fingerprint[AT(peer, k)] != fingerprint_of(k) || HISTORY_DIFFERS(k) ->
+     abort_group(pack(MISMATCH, peer))
+  :: else
+  fi
+#else
+  skip
+#endif
+}
+
+/* Compares the entries of a peer that this rank has not waited for. */
+inline compare_last(last) {
+  n = (last >= WINDOW -> last - WINDOW + 1 : 1);
+  do
+  :: n <= last ->
      if
-     :: FINGERPRINT(peer, k) != mine -> abort_group(pack(MISMATCH, peer))
+     :: number[AT(peer, n)] == n &&
+        (fingerprint[AT(peer, n)] != fingerprint[AT(me, n)] || HISTORY_DIFFERS(n)) ->
+        abort_group(pack(MISMATCH, peer))
      :: else
      fi;
-#endif
-     peer++
-  :: peer == me -> peer++
-  :: peer == RANKS -> peer = 0; break
+     n++
+  :: else -> break
   od;
-  assert(differs != k)
+  n = 0
 }
 
-inline await_all(target) {
-  peer = 0;
-  do
-  :: peer < RANKS && peer != me -> await(target); peer++
-  :: peer == me -> peer++
-  :: peer == RANKS -> break
-  od;
-  peer = 0
-}
-
-/* One transition at any time between two steps: if the data were overwritten before the reader is
- * done with it, some run would show it.
- */
-inline read_inline() {
-  d_step {
-    each = 0;
-    do
-    :: each < RANKS -> assert(INLINE(each, k) == k); each++
-    :: else -> break
-    od;
-    each = 0
+inline note_entered() {
+  atomic {
+    if
+    :: entered[peer] < least -> least = entered[peer]
+    :: else
+    fi
   }
 }
 
-inline fill(tag) {
+inline ensure_entered(wanted) {
+  if
+  :: all_entered < (wanted) ->
+     least = entered[me];
+     each_peer(true, await(entered[peer] >= (wanted)); note_entered(); compare_last(entered[me]));
+     d_step { all_entered = least; least = 0 }
+  :: else
+  fi
+}
+
+inline meet() {
+  if
+  :: !met -> each_peer(true, await_entry(); compare()); met = true; all_entered = k
+  :: else
+  fi
+}
+
+/* A rank with another fingerprint takes itself for the one that gives. */
+#define gives_too (mine == GIVE && differs == k && differing == me)
+
+/* `all`: whether this rank needs the entries of all; else those that give, here rank 0. */
+inline enter(tag, staged, all) {
+  publish(tag, staged);
+  if
+  :: (all) || !RUNS_AHEAD -> meet()
+  :: else ->
+     each_peer(me != 0 && peer == 0 && !gives_too, await_entry(); compare())
+  fi;
+  /* A difference, even an earlier one, has been found. */
+  assert(differs == 0 || differs > k || !met);
+  assert(differs == 0 || differs > k || me == 0 || (differing != me && differing != 0) ||
+         mine == GIVE)
+}
+
+/* ---- places in the ring ---- */
+
+inline wait_steps(target) { each_peer(true, await_step(target)) }
+
+inline reserve() {
+#ifndef NO_ENSURE_FINISHED
+  if
+  :: piece != 0 && piece + WINDOW > k && all_entered <= piece ->
+#ifdef WAIT_FOR_NEXT_ENTRY
+     ensure_entered(piece + 1);
+#else
+     ensure_entered(piece);
+#endif
+     wait_steps(done)
+  :: else
+  fi;
+#endif
+  skip; /* no jump into a d_step */
+  d_step { piece = k; done = step[me] + 2 }
+}
+
+/* ---- collectives ---- */
+
+inline fill(c, tag) {
   d_step {
     each = 0;
     do
     :: each < RANKS ->
        if
-       :: mine != REDUCE || each != me -> STAGED(me, c, each) = tag
+       :: mine != SLICED || each != me -> STAGED(me, c, each) = tag
        :: else
        fi;
        each++
@@ -256,121 +356,129 @@ inline fill(tag) {
   }
 }
 
-/* pipeline.h: move_chunks */
-inline move_chunks(produces, takes) {
-  base = step[me];
+inline read_payloads() {
+  d_step {
+    each = 0;
+    do
+    :: each < RANKS -> assert(payload[AT(each, k)] == k); each++
+    :: else -> break
+    od;
+    each = 0
+  }
+}
+
+inline wait_for_takers(target) {
+  meet();
+  each_peer(peer != 0, await_step(target))
+}
+
+inline stream() {
+  located = mine == IN_PLACE && me == 0;
+  if
+  :: me == 0 && mine == STREAM -> reserve(); fill(0, INPUT(k, 0))
+  :: else
+  fi;
+  enter(0, !located, false);
   c = 0;
   do
   :: c < CHUNKS ->
      if
-     :: produces ->
-        peer = 0;
-        do
-        :: peer < RANKS && peer != me && c >= 2 && (mine == MOVE_ALL || peer != 0) ->
-#ifdef PRODUCE_EARLY
-           await(base + c - 1);
+     :: c != 0 && me == 0 && mine == STREAM ->
+        if
+        :: c >= SLOTS ->
+#ifdef CREDIT_EARLY
+           wait_for_takers(base + c - SLOTS)
 #else
-           await(base + c);
+           wait_for_takers(base + c - SLOTS + 1)
 #endif
-           peer++
-        :: peer == me || (peer < RANKS && (c < 2 || (mine == MOVE_ONE && peer == 0))) -> peer++
-        :: peer == RANKS -> peer = 0; break
-        od;
-        fill(INPUT(k, c))
-     :: else
-     fi;
-     advance();
-     peer = 0;
-     do
-     :: peer < RANKS && peer != me && takes && (mine == MOVE_ALL || peer == 0) ->
-#ifdef CONSUME_EARLY
-        await(base + c);
-#else
-        await(base + c + 1);
-#endif
-        assert(STAGED(peer, c, me) == INPUT(k, c));
-        peer++
-     :: peer == me || (peer < RANKS && !(takes && (mine == MOVE_ALL || peer == 0))) -> peer++
-     :: peer == RANKS -> peer = 0; break
-     od;
-     c++
-  :: else -> break
-  od
-}
-
-/* pipeline.h: exchange_chunks */
-inline exchange() {
-  base = step[me];
-  c = 0;
-  do
-  :: c < CHUNKS ->
-     fill(INPUT(k, c));
-     advance();
-     await_all(base + c + 1);
-     d_step {
-       each = 0;
-       do
-       :: each < RANKS -> assert(STAGED(each, c, me) == INPUT(k, c)); each++
-       :: else -> break
-       od;
-       each = 0
-     };
-     c++
-  :: else -> break
-  od
-}
-
-/* reduction.cpp: LargeReduction */
-inline reduce_chunks() {
-  base = step[me];
-  c = 0;
-  fill(INPUT(k, 0));
-  advance();
-  do
-  :: c < CHUNKS ->
-     if
-     :: c + 1 < CHUNKS ->
-        c++;
-        fill(INPUT(k, c));
-        c--;
+        :: else
+        fi;
+        fill(c, INPUT(k, c));
         advance()
+     :: c != 0 && !(me == 0 && mine == STREAM) -> advance()
      :: else
      fi;
-#ifdef COMBINE_EARLY
-     await_all(base + (c == 0 -> 1 : 2 * c) - 1);
+     if
+     :: me != 0 && mine == STREAM ->
+        if
+        :: c != 0 ->
+           peer = 0;
+#ifdef TAKE_EARLY
+           await_step(base + c - 1)
 #else
-     await_all(base + (c == 0 -> 1 : 2 * c));
+           await_step(base + c)
 #endif
-     d_step {
-       each = 0;
-       do
-       :: each < RANKS ->
-          assert(each == me || STAGED(each, c, me) == INPUT(k, c));
-          each++
-       :: else -> break
-       od;
-       STAGED(me, c, me) = RESULT(k, c);
-       each = 0
-     };
+        :: else
+        fi;
+        assert(STAGED(0, c, me) == INPUT(k, c))
+     :: me != 0 && mine == IN_PLACE && c == 0 ->
+        assert(TENSOR(0, 0) == INPUT(k, 0))
+     :: else
+     fi;
+     c++
+  :: else -> break
+  od;
+  step[me] = base + CHUNKS;
+#ifndef NO_WAIT_FOR_TAKERS
+  if
+  :: located -> wait_for_takers(base + CHUNKS)
+  :: else
+  fi;
+#endif
+  located = false
+}
+
+inline combine() {
+  d_step {
+    each = 0;
+    do
+    :: each < RANKS ->
+       assert(each == me || STAGED(each, c, me) == INPUT(k, c));
+       each++
+    :: else -> break
+    od;
+    STAGED(me, c, me) = RESULT(k, c);
+    each = 0
+  }
+}
+
+inline copy_out() {
+  d_step {
+    each = 0;
+    do
+    :: each < RANKS -> assert(STAGED(each, c, each) == RESULT(k, c)); each++
+    :: else -> break
+    od;
+    each = 0
+  }
+}
+
+inline reduce_chunks() {
+  c = 0;
+  do
+  :: c < CHUNKS ->
+     if
+     :: c + 1 < CHUNKS -> fill(c + 1, INPUT(k, c + 1)); advance()
+     :: else
+     fi;
+     if
+     :: c != 0 ->
+        wait_steps(base + 2 * c - 1)
+     :: else
+     fi;
+     combine();
      advance();
 #ifndef COPY_OUT_EARLY
-     await_all(base + 2 * c + (c + 1 == CHUNKS -> 2 : 3));
+     wait_steps(base + 2 * c + (c + 1 == CHUNKS -> 1 : 2));
 #endif
-     d_step {
-       each = 0;
-       do
-       :: each < RANKS -> assert(STAGED(each, c, each) == RESULT(k, c)); each++
-       :: else -> break
-       od;
-       each = 0
-     };
+     copy_out();
      c++
   :: else -> break
-  od
+  od;
+  step[me] = base + 2 * CHUNKS
 }
 
-/* reduction.cpp: ZeroCopyReduction, on tensors of which rank r combines slice r */
-inline reduce_zero_copy() {
+inline reduce_in_place() {
   d_step {
     each = 0;
     do
@@ -382,12 +490,11 @@ inline reduce_zero_copy() {
   peer = 0;
   do
   :: peer < RANKS -> TENSOR(peer, me) = RESULT(k, 0); peer++
-  :: else -> break
+  :: else -> peer = 0; break
   od;
-  peer = 0;
 #ifndef NO_EXIT_BARRIER
-  advance();
-  await_all(step[me]);
+  step[me] = base + 1;
+  wait_steps(base + 1);
 #endif
   d_step {
     each = 0;
@@ -399,43 +506,144 @@ inline reduce_zero_copy() {
   }
 }
 
-/* Group::prepare, and the part of a collective before the entry */
+#if RANKS == 2
+#define all_located (is_located[AT(0, k)] && is_located[AT(1, k)])
+#else
+#define all_located (is_located[AT(0, k)] && is_located[AT(1, k)] && is_located[AT(2, k)])
+#endif
+
+inline reduce_slices() {
+  if
+  :: located = true
+  :: located = false
+  fi;
+  reserve();
+  if
+  :: !located -> fill(0, INPUT(k, 0))
+  :: else
+  fi;
+  enter(0, !located, true);
+  if
+  :: all_located -> reduce_in_place()
+  :: else ->
+     if
+     :: located -> fill(0, INPUT(k, 0)); advance()
+     :: else
+     fi;
+#ifndef NO_WAIT_FOR_LATE
+     each_peer(is_located[AT(peer, k)], await_step(base));
+#endif
+     reduce_chunks()
+  fi;
+  located = false
+}
+
+inline take(c) {
+  d_step {
+    each = 0;
+    do
+    :: each < RANKS -> assert(STAGED(each, c, me) == INPUT(k, c)); each++
+    :: else -> break
+    od;
+    each = 0
+  }
+}
+
+inline move_parts() {
+  reserve();
+  fill(0, INPUT(k, 0));
+  enter(0, true, true);
+  c = 0;
+  do
+  :: c < CHUNKS ->
+     if
+     :: c != 0 -> fill(c, INPUT(k, c)); advance()
+     :: else
+     fi;
+#ifdef TAKE_EARLY
+     wait_steps(base + c - 1);
+#else
+     wait_steps(base + c);
+#endif
+     take(c);
+     c++
+  :: else -> break
+  od;
+  step[me] = base + CHUNKS
+}
+
+#define OWN_BUFFER(r) buffer[(exchanges + (r)) & 1]
+
+inline exchange() {
+  OWN_BUFFER(me) = INPUT(k, 0) + 128 * me;
+  enter(0, true, true);
+  peer = 1 - me;
+  c = 0;
+  do
+  :: c < CHUNKS ->
+     assert(OWN_BUFFER(1 - me) == INPUT(k, c) + 128 * (1 - me));
+     if
+     :: c + 1 < CHUNKS ->
+#ifdef NO_SWAP
+        OWN_BUFFER(me) = INPUT(k, c + 1) + 128 * me;
+#else
+        OWN_BUFFER(1 - me) = INPUT(k, c + 1) + 128 * me;
+        exchanges = 1 - exchanges;
+#endif
+        advance();
+        await_step(base + c + 1)
+     :: else
+     fi;
+     c++
+  :: else -> break
+  od;
+#ifndef NO_SWAP
+  exchanges = 1 - exchanges;
+#endif
+  peer = 0
+}
+
+/* The constructor of Collective. */
 inline begin() {
   d_step {
     mine = (k == 1 -> OP1 : (k == 2 -> OP2 : OP3));
+    met = false;
     each = 0;
     do /* the user's data */
-    :: each < RANKS && mine == ZERO_COPY && !has_failed[me] ->
+    :: each < RANKS && (mine == SLICED || mine == IN_PLACE) && !has_failed[me] ->
        TENSOR(me, each) = INPUT(k, 0);
        each++
     :: else -> break
     od;
-    each = 0;
+    each = 0
   };
-#ifndef NO_PREPARE
   status = word;
   if
   :: status != 0 -> goto failed
   :: else
   fi;
-#endif
-  INLINE(me, k) = k;
-#ifdef NO_PREPARE
-  status = word;
+#ifndef DONE_AT_ENTRY
   if
-  :: status != 0 -> goto failed
+  :: d_step { piece != 0 && piece == k - 1 -> done = step[me] }
+  :: else
+  fi;
+#endif
+#ifndef NO_ENSURE_ENTERED
+  if
+  :: k >= WINDOW -> ensure_entered(k - WINDOW + 1)
   :: else
   fi;
 #endif
   if
-  :: atomic { mismatches > 0 -> mismatches--; differs = k; mine = OTHER }
+  :: atomic { mismatches > 0 -> mismatches--; differs = k; differing = me }
   :: skip
   fi
 }
 
 proctype rank(byte me) {
-  byte k, mine, entry_step, base, c, peer, other, peer_status, status;
-  bool checked;
+  byte k, mine, base, c, n, peer, other, least, peer_status, status;
+  byte all_entered, past, piece, done, exchanges;
+  bool checked, met, located;
   {
     k = 1;
     do
@@ -448,14 +656,13 @@ proctype rank(byte me) {
        fi;
 #endif
        begin();
-       enter_collective();
        if
-       :: mine == SMALL -> read_inline()
-       :: mine == MOVE_ONE -> move_chunks(me == 0, me != 0)
-       :: mine == MOVE_ALL -> move_chunks(true, true)
-       :: mine == REDUCE -> reduce_chunks()
+       :: mine == SMALL -> enter(k, true, true); read_payloads()
+       :: mine == GIVE -> enter(k, true, false); assert(payload[AT(0, k)] == k || me == 0 || gives_too)
+       :: mine == STREAM || mine == IN_PLACE -> stream()
+       :: mine == SLICED -> reduce_slices()
+       :: mine == PARTS -> move_parts()
        :: mine == EXCHANGE -> exchange()
-       :: mine == ZERO_COPY -> reduce_zero_copy()
        fi;
 failed:
        if
@@ -466,10 +673,13 @@ failed:
           assert(code_of(status) != MISMATCH || differs != 0);
           d_step {
             has_failed[me] = true;
+            located = false;
             status = 0;
             peer_status = 0;
             checked = false;
             peer = 0;
+            n = 0;
+            least = 0;
             other = 0
           }
        :: else

@@ -9,93 +9,156 @@ from mutant import Mutant
 from row_mutants import ROWS
 
 GROUP = "src/group.cpp"
+COLLECTIVE = "src/collective.cpp"
+COLLECTIVE_H = "include/phalanx/collective.h"
+FINGERPRINT = "include/phalanx/fingerprint.h"
 WAIT = "src/wait.cpp"
 WAIT_H = "include/phalanx/wait.h"
-SEGMENT = "src/segment.cpp"
-PIPELINE = "src/collectives/pipeline.h"
-REDUCTION = "src/collectives/reduction.cpp"
-ZERO_COPY = "src/collectives/zero_copy.h"
+SEGMENT = "include/phalanx/segment.h"
+STREAM = "src/collectives/stream.h"
+PARTS = "src/collectives/parts.h"
+EXCHANGE = "src/collectives/exchange.h"
+SLICED = "src/collectives/sliced_reduction.cpp"
+LOCATIONS = "src/collectives/locations.h"
+MERGED = "src/collectives/merged.cpp"
+CHANNEL = "src/channel.cpp"
 MAILBOX = "src/mailbox.cpp"
 RECORDER = "src/flight_recorder.cpp"
 
 # Detectors: a test, plain or under ThreadSanitizer, or a case of the models.
-WAITING_MODEL = "model:waiting RANKS=2 ROUNDS=2"
-CHANNEL_MODEL = "model:channel CAPACITY=1 PIECES=2"
+WAITING_MODEL = "model:waiting RANKS=2 ROUNDS=1"
+PHASES_MODEL = "model:waiting PHASES=1 RANKS=2 ROUNDS=1"
+ENTRY_MODEL = "model:entry WINDOW=2 ROUNDS=4"
+SLOTS_MODEL = "model:channel MESSAGES=2 SLOTS=1 CAPACITY=1"
+PIECES_MODEL = "model:channel MESSAGES=1 SLOTS=1 PIECES=2 CAPACITY=1"
 RECORD_MODEL = "model:record RECORDS=4"
+STEPS = "plain:test_steps"
+COLLECTIVES = "plain:test_collectives"
 TSAN_COLLECTIVES = "thread:test_collectives"
-TSAN_MAILBOX = "thread:test_mailbox"
 
 
-def weaker(name: str, file: str, caught_by: str, access: str, order: str) -> Mutant:
+def weaker(name: str, file: str, caught_by: str, access: str, old: str, new: str) -> Mutant:
     """Weaken the memory order of an access, given by the text before the order."""
-    old = f"{access}std::memory_order_seq_cst)"
-    return Mutant(name, file, caught_by, ((old, f"{access}std::memory_order_{order})"),))
+    before, after = (f"{access}std::memory_order_{each}" for each in (old, new))
+    return Mutant(name, file, caught_by, ((before, after),))
 
 
 ORDERS = [
-    weaker("step stored relaxed", GROUP, TSAN_COLLECTIVES, "store(++step_, ", "relaxed"),
     weaker(
-        "step stored with release",
-        GROUP,
+        "entry stored relaxed",
+        COLLECTIVE,
         WAITING_MODEL,
-        "store(++step_, ",
+        "mine.number.store(number, ",
         "release",
+        "relaxed",
+    ),
+    weaker(
+        "history of an entry stored relaxed",
+        COLLECTIVE,
+        ENTRY_MODEL,
+        "store(group_.history_, ",
+        "release",
+        "relaxed",
+    ),
+    weaker(
+        "fingerprint of an entry loaded relaxed",
+        FINGERPRINT,
+        ENTRY_MODEL,
+        "value.rest = words_[1].load(",
+        "acquire",
+        "relaxed",
+    ),
+    weaker(
+        "step stored relaxed",
+        GROUP,
+        PHASES_MODEL,
+        "own.step.store(step, ",
+        "release",
+        "relaxed",
     ),
     weaker(
         "step loaded relaxed",
         GROUP,
-        TSAN_COLLECTIVES,
-        "ready = [&] { return control.step.load(",
-        "relaxed",
-    ),
-    weaker(
-        "step loaded with acquire",
-        GROUP,
-        WAITING_MODEL,
+        PHASES_MODEL,
         "ready = [&] { return control.step.load(",
         "acquire",
+        "relaxed",
     ),
     weaker(
         "sleeper announced with acq_rel",
         WAIT_H,
-        WAITING_MODEL,
-        "fetch_add(1, ",
+        SLOTS_MODEL,
+        "event.sleepers.fetch_add(1, ",
+        "seq_cst",
         "acq_rel",
     ),
     weaker(
-        "sleepers loaded with acquire",
-        WAIT,
+        "ticket loaded relaxed",
+        WAIT_H,
         WAITING_MODEL,
-        "sleepers.load(",
+        "seen = event.ticket.load(",
+        "acquire",
+        "relaxed",
+    ),
+    weaker(
+        "sleepers read without release",
+        WAIT_H,
+        WAITING_MODEL,
+        "event.sleepers.fetch_add(0, ",
+        "acq_rel",
         "acquire",
     ),
     weaker(
-        "head stored with release",
-        MAILBOX,
-        CHANNEL_MODEL,
-        "store(head + moved, ",
+        "unlocked without release",
+        WAIT_H,
+        WAITING_MODEL,
+        "event.sleepers.fetch_sub(kLocked, ",
+        "acq_rel",
+        "acquire",
+    ),
+    weaker(
+        "sleepers of a peer loaded with acquire",
+        WAIT_H,
+        SLOTS_MODEL,
+        "if (event.sleepers.load(",
+        "seq_cst",
+        "acquire",
+    ),
+    weaker(
+        "slot stored with release",
+        CHANNEL,
+        SLOTS_MODEL,
+        "slot.number.store(++sent_, ",
+        "seq_cst",
         "release",
     ),
-    weaker("head stored relaxed", MAILBOX, TSAN_MAILBOX, "store(head + moved, ", "relaxed"),
+    weaker(
+        "returned slots stored with release",
+        CHANNEL,
+        SLOTS_MODEL,
+        "channel_.taken.store(taken, ",
+        "seq_cst",
+        "release",
+    ),
     weaker(
         "tail stored with release",
-        MAILBOX,
-        CHANNEL_MODEL,
-        "store(tail + moved, ",
+        CHANNEL,
+        PIECES_MODEL,
+        "channel_.tail.store(tail_, ",
+        "seq_cst",
         "release",
     ),
-    weaker("tail stored relaxed", MAILBOX, TSAN_MAILBOX, "store(tail + moved, ", "relaxed"),
 ]
 
 WAITING = [
     Mutant(
         "notify before the step",
         GROUP,
-        "plain:test_steps",
+        STEPS,
         (
             (
-                "(++step_, std::memory_order_seq_cst);\n  notify(own.step_event);\n",
-                "(++step_, std::memory_order_seq_cst);\n",
+                "own.step.store(step, std::memory_order_release);\n  notify(own.step_event);\n",
+                "own.step.store(step, std::memory_order_release);\n",
             ),
             (
                 '  PHALANX_STEP("advance: publish the step");\n',
@@ -118,30 +181,31 @@ WAITING = [
     Mutant(
         "ticket not changed",
         WAIT,
-        "plain:test_steps",
-        (("  event.ticket.fetch_add(1, std::memory_order_seq_cst);\n", ""),),
+        STEPS,
+        (("  event.ticket.fetch_add(1, std::memory_order_acq_rel);\n", ""),),
     ),
     Mutant(
         "no check before sleep",
         WAIT_H,
-        "plain:test_steps",
+        STEPS,
         (("    done = ready();\n", "    done = false;\n"),),
     ),
     Mutant(
         "ticket read after the check",
         WAIT_H,
-        "plain:test_steps",
+        STEPS,
         (
             (
                 """    PHALANX_STEP("wait: read the ticket");
-    const auto seen = event.ticket.load(std::memory_order_seq_cst);
+    // acquire: the check comes after it.
+    const auto seen = event.ticket.load(std::memory_order_acquire);
     PHALANX_STEP("wait: check again");
     done = ready();
 """,
                 """    PHALANX_STEP("wait: check again");
     done = ready();
     PHALANX_STEP("wait: read the ticket");
-    const auto seen = event.ticket.load(std::memory_order_seq_cst);
+    const auto seen = event.ticket.load(std::memory_order_acquire);
 """,
             ),
         ),
@@ -149,7 +213,7 @@ WAITING = [
     Mutant(
         "no last check",
         WAIT_H,
-        "plain:test_steps",
+        STEPS,
         (
             (
                 "      if (!ready()) {\n        return status;\n      }\n      break;\n",
@@ -158,34 +222,34 @@ WAITING = [
         ),
     ),
     Mutant(
+        "unlocks without waking",
+        WAIT_H,
+        COLLECTIVES,
+        (
+            (
+                "  if (event.sleepers.fetch_sub(kLocked, std::memory_order_acq_rel) != kLocked) {\n",
+                "  if (event.sleepers.fetch_sub(kLocked, std::memory_order_acq_rel) == 0) {\n",
+            ),
+        ),
+    ),
+    Mutant(
         "leaves without waking",
         GROUP,
-        "plain:test_steps",
+        STEPS,
         (("  if (!wake) {\n", "  if (true) {\n"),),
     ),
 ]
 
 ENTERING = [
     Mutant(
-        "fingerprint after the step",
-        GROUP,
-        "plain:test_group",
-        (
-            (
-                "  segment_->control(rank_).fingerprints[entries_ & 1].store(own);\n  advance();\n",
-                "  advance();\n  segment_->control(rank_).fingerprints[entries_ & 1].store(own);\n",
-            ),
-        ),
-    ),
-    Mutant(
         "no comparison of fingerprints",
-        GROUP,
+        COLLECTIVE,
         "plain:test_group",
-        (("if (theirs != own) {", "if (false) {"),),
+        (("  if (theirs != packed_) {\n", "  if (false) {\n"),),
     ),
     Mutant(
         "parts of a composite operation count",
-        "src/group.cpp",
+        COLLECTIVE,
         "plain:test_composite",
         (("  composite_ = status.ok();\n", "  composite_ = false;\n"),),
     ),
@@ -207,68 +271,97 @@ ENTERING = [
         ((" && !expects_remote_ ? last", " ? last"),),
     ),
     Mutant(
-        "one fingerprint",
-        GROUP,
-        "plain:test_collectives",
-        (
-            ("fingerprints[entries_ & 1].store", "fingerprints[0].store"),
-            ("fingerprints[entries_ & 1].load", "fingerprints[0].load"),
-        ),
+        "one entry",
+        COLLECTIVE_H,
+        COLLECTIVES,
+        (("entries[number % kEntries];", "entries[number % 1];"),),
     ),
     Mutant(
-        "one inline buffer",
-        SEGMENT,
-        TSAN_COLLECTIVES,
-        (("static_cast<std::size_t>(rank) + (sequence & 1)", "static_cast<std::size_t>(rank)"),),
+        "a lock that all threads get",
+        WAIT_H,
+        COLLECTIVES,
+        (("memory_order_acquire) & kLocked) == 0;", "memory_order_acquire) & 0) == 0;"),),
     ),
     Mutant(
-        "a broken group is written to",
-        GROUP,
+        "a broken group is not refused",
+        COLLECTIVE,
         "plain:test_group",
-        (
-            (
-                "    return refuse(own, bounds, status);\n  }\n  if (!staging",
-                "    (void)refuse(own, bounds, status);\n  }\n  if (!staging",
-            ),
-        ),
+        (("    status_ = group_.refuse(status_);\n    return;\n", "    status_ = {};\n"),),
     ),
 ]
 
 LARGE = [
     Mutant(
-        "one staging slot",
-        SEGMENT,
+        "pieces of a ring are reused at once",
+        COLLECTIVE,
         TSAN_COLLECTIVES,
-        (("start + (chunk & 1) * chunk_bytes()", "start + (chunk & 0) * chunk_bytes()"),),
+        (("if (piece.begin < end && begin < piece.end) {", "if (end == 0) {"),),
     ),
     Mutant(
-        "produced too early",
-        PIPELINE,
-        TSAN_COLLECTIVES,
-        (("wait_step(peer, base + chunk, bounds)", "wait_step(peer, base + chunk - 1, bounds)"),),
+        "a piece goes beyond its ring",
+        COLLECTIVE,
+        COLLECTIVES,
+        (("position + bytes <= ring ? position : 0;", "position + 0 * ring;"),),
     ),
     Mutant(
-        "consumed too early",
-        PIPELINE,
-        "plain:test_collectives",
-        (("wait_step(peer, base + chunk + 1, bounds)", "wait_step(peer, base + chunk, bounds)"),),
+        "a stream overtakes its takers",
+        STREAM,
+        TSAN_COLLECTIVES,
+        (("base + chunk - Chunks::kSlots + 1)", "base + chunk - Chunks::kSlots)"),),
+    ),
+    Mutant(
+        "a chunk of a stream is taken too early",
+        STREAM,
+        COLLECTIVES,
+        (("wait_step(peer, base + chunk, ", "wait_step(peer, base + chunk - 1, "),),
+    ),
+    Mutant(
+        "parts are taken too early",
+        PARTS,
+        TSAN_COLLECTIVES,
+        (("group.wait_steps(base + chunk, ", "group.wait_steps(base, "),),
+    ),
+    Mutant(
+        "an exchange keeps its buffer",
+        EXCHANGE,
+        COLLECTIVES,
+        (("      collective_.next_exchange();\n      group.advance();", "      group.advance();"),),
+    ),
+    Mutant(
+        "an exchange overwrites what it has not read",
+        EXCHANGE,
+        COLLECTIVES,
+        (
+            (
+                "        take(from + done, part_of(span(chunk), done, block));\n"
+                "        stage(to + done, part_of(next, done, block));\n",
+                "        stage(to + done, part_of(next, done, block));\n"
+                "        take(from + done, part_of(span(chunk), done, block));\n",
+            ),
+        ),
     ),
     Mutant(
         "copied out too early",
-        REDUCTION,
+        SLICED,
         TSAN_COLLECTIVES,
-        (("base + 2 * chunk + (last ? 2 : 3)", "base + 2 * chunk + (last ? 1 : 2)"),),
+        (("base + 2 * chunk + (last ? 1 : 2)", "base + 2 * chunk"),),
     ),
     Mutant(
         "no exit barrier",
-        ZERO_COPY,
+        LOCATIONS,
         TSAN_COLLECTIVES,
         (
             (
-                "  return group.wait_steps(group.step(), bounds);\n",
-                "  (void)bounds;\n  return {};\n",
+                "  return group.wait_steps(collective.base() + 1, collective.bounds());\n",
+                "  return {};\n",
             ),
         ),
+    ),
+    Mutant(
+        "all parts of a merged collective have one place",
+        MERGED,
+        "plain:test_merged",
+        (("  offsets_.push_back(end);\n", "  offsets_.push_back(end * 0);\n"),),
     ),
 ]
 
@@ -276,7 +369,7 @@ FAILING = [
     Mutant(
         "abort wakes nobody",
         GROUP,
-        "plain:test_steps",
+        STEPS,
         (
             ("      notify_always(segment_->control(rank).step_event);\n", ""),
             ("      notify_always(segment_->control(rank).message_event);\n", ""),
@@ -285,30 +378,30 @@ FAILING = [
     Mutant(
         "the last failure wins",
         GROUP,
-        "plain:test_steps",
+        STEPS,
         (
             (
-                "if (word.compare_exchange_strong(none, pack(reason, rank_), "
+                "if (word.compare_exchange_strong(none, pack(reason.status, rank_), "
                 "std::memory_order_seq_cst)) {",
-                "word.store(pack(reason, rank_));\n  if (none == 0) {",
+                "word.store(pack(reason.status, rank_));\n  if (none == 0) {",
             ),
         ),
     ),
     Mutant(
         "abort word before the fingerprints",
         GROUP,
-        "plain:test_steps",
+        STEPS,
         (
             (
-                "  own.failure_fingerprints[0].store(reason.mine);\n"
-                "  own.failure_fingerprints[1].store(reason.theirs);\n",
+                "  own.failure_fingerprints[0].store(PackedFingerprint(reason.mine));\n"
+                "  own.failure_fingerprints[1].store(PackedFingerprint(reason.theirs));\n",
                 "",
             ),
             (
                 '    PHALANX_STEP("abort: wake all");\n',
                 '    PHALANX_STEP("abort: wake all");\n'
-                "    own.failure_fingerprints[0].store(reason.mine);\n"
-                "    own.failure_fingerprints[1].store(reason.theirs);\n",
+                "    own.failure_fingerprints[0].store(PackedFingerprint(reason.mine));\n"
+                "    own.failure_fingerprints[1].store(PackedFingerprint(reason.theirs));\n",
             ),
         ),
     ),
@@ -321,12 +414,12 @@ FAILING = [
     Mutant(
         "no check of ranks that left",
         GROUP,
-        "plain:test_steps",
+        STEPS,
         (("presence.load(std::memory_order_seq_cst) == Presence::left) {", "pid.load() < 0) {"),),
     ),
     Mutant(
         "only the awaited rank is checked",
-        GROUP,
+        "include/phalanx/group.h",
         "plain:test_rank_deaths",
         (("{ return status_while_waiting(peer); }", "{ return peer_status(peer); }"),),
     ),
@@ -340,54 +433,59 @@ FAILING = [
 
 MESSAGES = [
     Mutant(
-        "head before bytes",
-        MAILBOX,
-        TSAN_MAILBOX,
+        "slot before payload",
+        CHANNEL,
+        "thread:test_mailbox",
         (
             (
-                "    const std::size_t moved = write_piece(message, channel, head, room);\n",
-                "    channel.head.store(head + (room == 0 ? 0 : kCacheLine));\n"
-                "    const std::size_t moved = write_piece(message, channel, head, room);\n",
+                "  slot.count = envelope.count;\n",
+                "  slot.number.store(sent_ + 1);\n  slot.count = envelope.count;\n",
             ),
         ),
     ),
     Mutant(
-        "no notification for bytes",
+        "slots are not returned",
+        CHANNEL,
+        "plain:test_mailbox_many",
+        (("  channel_.taken.store(taken, std::memory_order_seq_cst);\n", ""),),
+    ),
+    Mutant(
+        "no notification for a message",
         MAILBOX,
-        "plain:test_steps",
+        STEPS,
         (
             (
-                "head + moved, std::memory_order_seq_cst);\n    notify(message_event(peer));\n",
-                "head + moved, std::memory_order_seq_cst);\n",
+                "    message.moved_ += moved;\n    notify_peer(message_event(peer));\n",
+                "    message.moved_ += moved;\n",
             ),
         ),
     ),
     Mutant(
         "no notification for space",
         MAILBOX,
-        "plain:test_steps",
+        STEPS,
         (
             (
-                "tail + moved, std::memory_order_seq_cst);\n    notify(message_event(peer));\n",
-                "tail + moved, std::memory_order_seq_cst);\n",
+                "    incoming.moved += moved;\n    notify_peer(message_event(peer));\n",
+                "    incoming.moved += moved;\n",
             ),
         ),
     ),
     Mutant(
         "messages without a last check",
         "src/mailbox.cpp",
-        "plain:test_steps",
+        STEPS,
         (
             (
-                "if (const Status status = check_peers(); status.ok() || progress()) {",
-                "if (const Status status = check_peers(); status.ok()) {",
+                "if (check_peers().status.ok() || progress()) {",
+                "if (check_peers().status.ok()) {",
             ),
         ),
     ),
     Mutant(
         "a failed try_lock is not announced",
         MAILBOX,
-        "plain:test_steps",
+        STEPS,
         (("      mailbox_.lock_missed_.store(true, std::memory_order_seq_cst);\n", ""),),
     ),
 ]
