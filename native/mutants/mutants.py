@@ -227,8 +227,8 @@ WAITING = [
         COLLECTIVES,
         (
             (
-                "  if (event.sleepers.fetch_sub(kLocked, std::memory_order_acq_rel) != kLocked) {\n",
-                "  if (event.sleepers.fetch_sub(kLocked, std::memory_order_acq_rel) == 0) {\n",
+                "fetch_sub(kLocked, std::memory_order_acq_rel) != kLocked) {\n",
+                "fetch_sub(kLocked, std::memory_order_acq_rel) == 0) {\n",
             ),
         ),
     ),
