@@ -93,10 +93,10 @@ class PeerCalls(PeerGraphs):
 
 
 class PendingBackward:
-    def __init__(self, future: Future[BackwardResponse]) -> None:
+    def __init__(self, future: Future[BackwardResponse | None]) -> None:
         self._future = future
 
-    def wait(self) -> BackwardResponse:
+    def wait(self) -> BackwardResponse | None:
         return self._future.result(LIMIT)
 
 

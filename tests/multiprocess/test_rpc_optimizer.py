@@ -140,6 +140,9 @@ def check_modules() -> None:
     module = RemoteModule("rank:1/cpu", WithOptions, (2,), {"shift": 1.0})
     assert module(torch.ones(2), scale=3.0).tolist() == [7.0, 7.0]
     assert module.forward_async(torch.ones(2)).wait().tolist() == [3.0, 3.0]
+    # The call keeps a module alive to which nothing else refers here.
+    future = RemoteModule("w1", WithOptions, (2,), {"shift": 1.0}).forward_async(torch.ones(2))
+    assert future.wait().tolist() == [3.0, 3.0]
     both = nn.Sequential(module, nn.Linear(2, 2))
     assert len(list(both.parameters())) == 2
     both.eval()

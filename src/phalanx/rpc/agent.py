@@ -89,7 +89,7 @@ class Agent:
         """New numbers for the ids of values."""
         self._activity_lock = threading.Lock()
         self._has_dropped = False
-        self.reactor = Reactor(self._on_deadline, self._on_wake)
+        self.reactor = Reactor(self._on_deadline, self._take_deferred)
         self.promote_follower = self.reactor.threads.promote_follower
         self.notifier = ReleaseNotifier(self.reactor.wake)
         self.codec = MessageCodec(
@@ -266,7 +266,7 @@ class Agent:
         elif not self.peers[owner].loss_reason:
             self._send(self.peers[owner], self.codec.encode_plain(Kind.REF_COUNT, delta))
 
-    def _on_wake(self) -> Callable[[], None] | None:
+    def _take_deferred(self) -> Callable[[], None] | None:
         return self.notifier.take_work()
 
     def _return_unmapped(self, peer: Peer, descriptors: list[TensorDescriptor]) -> None:

@@ -5,8 +5,10 @@ between. When a request takes longer than a millisecond, or waits for a call of 
 becomes the leader. Once it is done, the old leader becomes an idle thread for later use. So
 there are as many threads as there are long requests, and nested calls never block one another.
 
-A kernel timer wakes the follower. The leader sets it before each piece of work, and nobody
-needs to stop it: this costs a microsecond, and no switch of threads.
+A kernel timer wakes the follower. Setting it takes up to 10 us in a virtual machine, since it sets
+the timer of the processor. So the leader sets it only if it is not set: at most once in a
+millisecond, however many short requests there are. A follower that is woken early, because the work
+in progress began later than the timer, sets it again for the rest.
 
 Before a thread sleeps, it spins for a while, since waking up costs more than a short call.
 """
@@ -82,13 +84,15 @@ class Reactor:
 
     Args:
         on_expired: Called with a call whose deadline has passed while it was pending.
-        on_wake: Called by the leader each time it is woken; returns work, or None.
+        take_deferred: Returns further work, or None; the leader calls it before it waits.
     """
 
     def __init__(
-        self, on_expired: Callable[[Any], None], on_wake: Callable[[], Callable[[], None] | None]
+        self,
+        on_expired: Callable[[Any], None],
+        take_deferred: Callable[[], Callable[[], None] | None],
     ) -> None:
-        self._on_expired, self._on_wake = on_expired, on_wake
+        self._on_expired, self._take_deferred = on_expired, take_deferred
         self._is_stopped = False
         self._eventfd = EventFd()
         self._epoll = select.epoll()
@@ -101,7 +105,7 @@ class Reactor:
         self._lock = threading.Lock()
         """Guards the deadlines."""
         self.threads = LeaderFollowers(self._next_work)
-        self.watch(self._eventfd.fileno(), self._handle_wake)
+        self.watch(self._eventfd.fileno(), self._eventfd.clear)
 
     def stop(self) -> None:
         """Stop all threads but those that execute something."""
@@ -115,8 +119,11 @@ class Reactor:
         self._eventfd.close()
 
     def wake(self) -> None:
-        """Make the leader look for new work."""
-        if not self._is_stopped:
+        """Make the leader look for new work, from any thread, even in a garbage collection.
+
+        The leader itself looks for more once its present work is done.
+        """
+        if not (self.threads.is_working_leader or self._is_stopped):
             self._eventfd.notify()
 
     def watch(self, fd: int, handler: Callable[[], None]) -> None:
@@ -162,6 +169,8 @@ class Reactor:
         while not self._is_stopped:
             if self._work:
                 return self._work.popleft()
+            if (work := self._take_deferred()) is not None:
+                return work
             for fd, _ in self._wait_for_events():
                 if (handler := self._handlers.get(fd)) is not None:
                     try:
@@ -182,11 +191,6 @@ class Reactor:
     def _poll_once(self) -> bool:
         self._events = self._epoll.poll(0)
         return bool(self._events)
-
-    def _handle_wake(self) -> None:
-        self._eventfd.clear()
-        if (work := self._on_wake()) is not None:
-            self._work.append(work)
 
     def _poll_timeout(self) -> float | None:
         with self._lock:
@@ -217,14 +221,9 @@ class _Timer:
             raise OSError(number, f"timerfd_create: {os.strerror(number)}")
         # PyDLL, not CDLL: releasing the GIL for a call this short costs more than the call.
         self._settime = ctypes.PyDLL(None).timerfd_settime
-        self._delayed = _TIME.pack(0, 0, 0, _MAX_LEADER_WORK)
-        self._immediate = _TIME.pack(0, 0, 0, _IMMEDIATELY)
 
-    def start(self) -> None:
-        self._settime(self.fd, 0, self._delayed, None)
-
-    def fire(self) -> None:
-        self._settime(self.fd, 0, self._immediate, None)
+    def start(self, nanoseconds: int) -> None:
+        self._settime(self.fd, 0, _TIME.pack(0, 0, 0, nanoseconds), None)
 
     def wait(self) -> None:
         os.read(self.fd, 8)
@@ -247,6 +246,9 @@ class LeaderFollowers:
         self._lock = threading.Lock()
         self._leader = 0
         self._is_busy = self._is_stopped = False
+        self._is_timer_set = False
+        self._busy_since = 0
+        """The start of the leader's work, in monotonic nanoseconds."""
         self._idle = threading.Semaphore(0)
         self._idle_count = 0
         self._threads: list[threading.Thread] = []
@@ -260,13 +262,19 @@ class LeaderFollowers:
 
     def promote_follower(self) -> None:
         """Pass on the lead if this thread has it; called before this thread waits."""
-        if self._leader == threading.get_ident() and self._is_busy:
-            self._timer.fire()
+        if self.is_working_leader:
+            self._busy_since = 0  # as if the work had taken too long already
+            self._timer.start(_IMMEDIATELY)
 
     @property
     def is_leader(self) -> bool:
         """True if this thread is the leader."""
         return self._leader == threading.get_ident()
+
+    @property
+    def is_working_leader(self) -> bool:
+        """True if this thread is the leader and executes work."""
+        return self._is_busy and self._leader == threading.get_ident()
 
     @property
     def active_count(self) -> int:
@@ -279,7 +287,7 @@ class LeaderFollowers:
             self._is_stopped = True
             self._idle.release(self._idle_count + 1)
             threads = list(self._threads)
-        self._timer.fire()
+        self._timer.start(_IMMEDIATELY)
         for thread in threads:
             if thread is not threading.current_thread() and thread.ident not in self._executing:
                 thread.join(seconds)
@@ -306,8 +314,11 @@ class LeaderFollowers:
         """Lead; return True when another thread has taken the lead, False at the end."""
         me = threading.get_ident()
         while (work := self._wait()) is not None:
+            self._busy_since = time.monotonic_ns()
             self._is_busy = True
-            self._timer.start()
+            if not self._is_timer_set:
+                self._is_timer_set = True
+                self._timer.start(_MAX_LEADER_WORK)
             self._executing.add(me)
             try:
                 work()
@@ -336,15 +347,27 @@ class LeaderFollowers:
         """Wait until the leader works for too long, and take the lead; return False at the end."""
         while True:
             self._timer.wait()
+            # Before the leader's state is read: if it begins to work now, it sets the timer.
+            self._is_timer_set = False
             with self._lock:
                 if self._is_stopped:
                     return False
-                if not self._is_busy:
-                    continue
-                self._leader, self._is_busy = threading.get_ident(), False
-                if self._idle_count:
-                    self._idle_count -= 1
-                    self._idle.release()
-                else:
-                    self._start_thread(is_leader=False)
-                return True
+                if self._is_busy and not self._set_timer_for_rest():
+                    self._take_lead()
+                    return True
+
+    def _set_timer_for_rest(self) -> bool:
+        """Set the timer for the rest of the leader's time; return False if there is none left."""
+        rest = self._busy_since + _MAX_LEADER_WORK - time.monotonic_ns()
+        if rest > 0:
+            self._is_timer_set = True
+            self._timer.start(rest)
+        return rest > 0
+
+    def _take_lead(self) -> None:
+        self._leader, self._is_busy = threading.get_ident(), False
+        if self._idle_count:
+            self._idle_count -= 1
+            self._idle.release()
+        else:
+            self._start_thread(is_leader=False)

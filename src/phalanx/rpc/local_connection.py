@@ -95,11 +95,12 @@ class LocalConnection:
             OSError: The connection is gone.
         """
         with self._lock:
-            self._queue.append(frame)
-            self._queued += len(frame)
             if self._is_sending:
+                self._queue.append(frame)
+                self._queued += len(frame)
                 return False
             self._is_sending = True
+            self._parts = _split_frame(frame)
         try:
             self._drain(0.0)
         except TimeoutError:

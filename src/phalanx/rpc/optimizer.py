@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from phalanx.errors import UsageError
 from phalanx.rpc import calls
+from phalanx.rpc.agent import PendingCall
 from phalanx.rpc.autograd.gradients import Root
 from phalanx.rpc.autograd.graph import graph
-from phalanx.rpc.rref import RRef
+from phalanx.rpc.reference_counting import RRefId
+from phalanx.rpc.rref import IdOf, RRef, owned_value
 
 # Steps of several workers may update the same parameters.
 _steps = threading.Lock()
@@ -80,7 +82,7 @@ class DistributedOptimizer:
             PeerLost: A worker is dead; the parameters of the others are updated all the same.
         """
         root = self._root(context_id)
-        pending = [calls.begin(part.owner(), _step_part, (part, root)) for part in self._others]
+        pending = self._begin(_step_part, root)
         try:
             if self._own is not None:
                 self._own.step(root)
@@ -90,10 +92,13 @@ class DistributedOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - as in PyTorch
         """Discard the gradients of this worker's backward passes; block until all workers have."""
         root = self._root(None)
-        pending = [calls.begin(part.owner(), _zero_part, (part, root)) for part in self._others]
+        pending = self._begin(_zero_part, root)
         if self._own is not None:
             self._own.take(root)
         _wait_all(pending)
+
+    def _begin(self, function: Callable[[RRefId, int, int], None], root: Root) -> list[PendingCall]:
+        return [calls.begin(part.owner(), function, (IdOf(part), *root)) for part in self._others]
 
     def _root(self, context_id: int | None) -> Root:
         own_graph = graph()
@@ -212,9 +217,9 @@ def _create_part(
     return RRef(_Part(optimizer_class, parameters, args, kwargs))
 
 
-def _step_part(part: Any, root: Root) -> None:
-    part.local_value().step(root)
+def _step_part(part_id: RRefId, worker: int, context: int) -> None:
+    owned_value(part_id).step(Root(worker, context))
 
 
-def _zero_part(part: Any, root: Root) -> None:
-    part.local_value().take(root)
+def _zero_part(part_id: RRefId, worker: int, context: int) -> None:
+    owned_value(part_id).take(Root(worker, context))

@@ -31,6 +31,7 @@ from phalanx.system.pickling import CodePickler
 # Types that may be, or contain, parameters whose gradients come back.
 _WITH_PARAMETERS = frozenset((nn.Parameter, tuple, list, dict))
 
+_NAMED = frozenset((type, types.FunctionType))
 _MAINS = ("__main__", "__mp_main__")
 _DTYPES = frozenset(DTYPES)
 _SPARSE = frozenset(
@@ -101,9 +102,9 @@ class _Pickler(CodePickler):
         self._pickle_context, self._refuse_parameters = pickle_context, refuse_parameters
 
     def reducer_override(self, obj: Any) -> Any:
-        if obj is _get_tensor or obj is _load_from_main:  # the most frequent by far
-            return NotImplemented
         kind = type(obj)
+        if kind in _NAMED and _is_own_name(obj):  # the most frequent by far
+            return NotImplemented
         if kind is Tensor and (reduced := self._reduce_tensor(obj)) is not NotImplemented:
             return reduced
         if kind is nn.Parameter and obj.layout is torch.strided:
@@ -315,6 +316,16 @@ class _ScriptFunction:
 
     def __reduce__(self) -> Any:
         return _ScriptFunction, self._parts
+
+
+def _is_own_name(obj: Any) -> bool:
+    """Return whether a function or class has an importable name in this package."""
+    module = obj.__module__
+    return (
+        isinstance(module, str)
+        and module.startswith("phalanx.rpc.")
+        and _get_attribute(sys.modules.get(module), obj.__qualname__) is obj
+    )
 
 
 def _find_in_main(name: str) -> Any:

@@ -90,14 +90,19 @@ class OwnedValues:
     def get_or_create(self, rref_id: RRefId) -> OwnedValue:
         """Return a value; a name that is not known yet gets a value that is not ready."""
         with self._lock:
-            return self._values.setdefault(rref_id, OwnedValue())
+            return self._get_or_create(rref_id)
+
+    def _get_or_create(self, rref_id: RRefId) -> OwnedValue:
+        if (value := self._values.get(rref_id)) is None:
+            value = self._values[rref_id] = OwnedValue()
+        return value
 
     def apply(self, delta: RefCountDelta) -> None:
         """Apply a change in references; the end of the last one frees the value."""
         with self._lock:
             if delta.holder in self._lost_workers:
                 return
-            value = self._values.setdefault(delta.rref_id, OwnedValue())
+            value = self._get_or_create(delta.rref_id)
             count = value.holders.pop(delta.holder, 0) + delta.amount
             if count:
                 value.holders[delta.holder] = count
@@ -133,12 +138,14 @@ class ReleaseNotifier:
     Notifications may be queued anywhere, even in a garbage collection, so they are sent later.
 
     Args:
-        wake: Makes a thread call `take_work`, and the function that it returns.
+        wake: Makes a thread call `take_work`, and the function that it returns, soon.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._queue: deque[tuple[int, Callable[[], None]]] = deque()
+        self._is_paused = False
+        """True after a failure, until the next attempt."""
 
     def queue(self, worker: int, send: Callable[[], None]) -> None:
         """Queue the function that sends a notification to a worker."""
@@ -150,7 +157,7 @@ class ReleaseNotifier:
 
         The function may block: another thread can take over the lead from the thread that runs it.
         """
-        return self._send if self._queue else None
+        return self._send if self._queue and not self._is_paused else None
 
     def _send(self) -> None:
         while self._queue:
@@ -163,10 +170,18 @@ class ReleaseNotifier:
             except PhalanxError as error:
                 _LOG.warning("worker %d could not be notified of releases yet: %s", worker, error)
                 self._queue.appendleft((worker, send))
-                timer = threading.Timer(_RETRY_SECONDS, self._wake)
-                timer.daemon = True
-                timer.start()
+                self._pause()
                 return
+
+    def _pause(self) -> None:
+        self._is_paused = True
+        timer = threading.Timer(_RETRY_SECONDS, self._resume)
+        timer.daemon = True
+        timer.start()
+
+    def _resume(self) -> None:
+        self._is_paused = False
+        self._wake()
 
 
 def clear_frames(error: BaseException) -> BaseException:

@@ -14,7 +14,8 @@ from phalanx.errors import UsageError
 from phalanx.rpc import calls
 from phalanx.rpc.agent import agent
 from phalanx.rpc.pickling import thread_local
-from phalanx.rpc.rref import RRef
+from phalanx.rpc.reference_counting import RRefId
+from phalanx.rpc.rref import IdOf, RRef, owned_value
 
 _CPU = "cpu"
 
@@ -94,11 +95,11 @@ class RemoteModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module and return its result; block until that is there."""
-        return calls.rpc_sync(self.on, _forward, (self.module_rref, self.device, args, kwargs))
+        return calls.rpc_sync(self.on, _forward, self._arguments(args, kwargs))
 
     def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
         """Call the module and return a future of its result at once."""
-        return calls.rpc_async(self.on, _forward, (self.module_rref, self.device, args, kwargs))
+        return calls.rpc_async(self.on, _forward, self._arguments(args, kwargs))
 
     def remote_parameters(self, recurse: bool = True) -> list[Any]:
         """Return `RRef`s to the module's parameters, for `DistributedOptimizer`; blocks.
@@ -153,6 +154,9 @@ class RemoteModule(nn.Module):
                 f"{self.on!r}, by a function that is called there"
             )
         return _make_reference, (self.on, self.device, self.module_rref)
+
+    def _arguments(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        return IdOf(self.module_rref), self.device, args, kwargs
 
     def _set_reference(self, on: str | int, device: str, rref: Any) -> None:
         self.on, self.device, self.module_rref = on, device, rref
@@ -250,8 +254,8 @@ def _averages_gradients(part: nn.Module) -> bool:
     return type(part).__module__.startswith("phalanx.parallel.shared_data_parallel.")
 
 
-def _forward(rref: Any, device: str, args: Any, kwargs: Any) -> Any:
-    module = rref.local_value()
+def _forward(module_id: RRefId, device: str, args: Any, kwargs: Any) -> Any:
+    module = owned_value(module_id)
     if device == _CPU:
         return module(*args, **kwargs)
     moved = _move((args, kwargs), device)

@@ -160,7 +160,7 @@ class RRef(Generic[_T]):
                 f"Call it on owner {self.owner()}; to_here() copies the value, rpc_sync() calls "
                 "its methods"
             )
-        result: _T = _value(self._rref_id)
+        result: _T = owned_value(self._rref_id)
         return result
 
     def to_here(self, timeout: float = UNSET) -> _T:
@@ -308,14 +308,36 @@ class _Method:
         return partial, (_call_method, self._method, tuple(self._rref._rref_id))
 
 
+class IdOf:
+    """An argument of an internal call to the owner of a value, where it arrives as an `RRefId`.
+
+    It costs less than an `RRef`, since the owner needs no reference of its own: the caller keeps
+    its arguments alive until the answer arrives.
+
+    Args:
+        rref: A reference to the value.
+    """
+
+    def __init__(self, rref: RRef[Any]) -> None:
+        self._rref = rref
+
+    def __reduce__(self) -> Any:
+        return RRefId, tuple(self._rref._rref_id)
+
+
 def _call_method(method: str, rref_id: tuple[int, int], /, *args: Any, **kwargs: Any) -> Any:
-    bound = getattr(_value(RRefId(*rref_id)), method)
+    bound = getattr(owned_value(RRefId(*rref_id)), method)
     result = bound(*args, **kwargs)
     return FutureResult(result, bound) if hasattr(bound, ASYNC_EXECUTION_MARK) else result
 
 
-def _value(rref_id: RRefId) -> Any:
-    """Return a value that this worker owns; wait until it exists."""
+def owned_value(rref_id: RRefId) -> Any:
+    """Return a value that this worker owns; wait until it exists.
+
+    Raises:
+        CallTimeout: The value does not exist after the timeout of `init_rpc`.
+        Exception: The exception raised by the creation of the value.
+    """
     own = agent()
     value = own.owned_values.get_or_create(rref_id)
     if not value.done():

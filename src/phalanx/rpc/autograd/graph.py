@@ -233,10 +233,13 @@ class AutogradGraph:
         if recv.unfinished:
             self._releases.add(recv.peer, recv.metadata.number)
 
-    def backward(self, request: BackwardRequest) -> BackwardResponse:
+    def backward(self, request: BackwardRequest) -> BackwardResponse | None:
         """Continue a caller's backward pass from the tensors that this worker sent to it.
 
         Blocks until the pass has finished here and on the workers that it reaches from here.
+
+        Returns:
+            The response, or None instead of an empty one: an answer of None takes no pickle.
 
         Raises:
             RuntimeError: The graph has been freed, or the backward pass raised it.
@@ -261,6 +264,8 @@ class AutogradGraph:
         with self._releases.capture(request.caller, released):
             # Frees the graph, unless something else holds it.
             handles.clear()
+        if not (remote_backward.gradients or released):
+            return None
         return BackwardResponse(remote_backward.gradients, released)
 
     def release(self, numbers: list[int]) -> None:
@@ -313,11 +318,13 @@ class AutogradGraph:
         self,
         recv: RecvRpcBackward,
         request: BackwardRequest,
-        answer: BackwardResponse,
+        answer: BackwardResponse | None,
         remote_backward: RemoteBackward | None,
     ) -> list[Tensor | None]:
         if not request.retain_graph:
             recv.unfinished.difference_update(request.gradients)
+        if answer is None:
+            return [None] * len(recv.local_sources)
         self.release(answer.released)
         inputs = [answer.gradients.pop(source, None) for source in recv.local_sources]
         if remote_backward is not None:
@@ -487,7 +494,7 @@ def graph() -> AutogradGraph:
     return cast("AutogradGraph", agent().autograd_hook)
 
 
-def _backward(request: BackwardRequest) -> BackwardResponse:
+def _backward(request: BackwardRequest) -> BackwardResponse | None:
     try:
         return graph().backward(request)
     except (PhalanxError, UsageError):  # raised by a worker further along, or for a lost one
