@@ -72,6 +72,13 @@ def collective(
     )
 
 
+# With a window of two, every entry is compared before it is replaced.
+DIFFERING_AHEAD = (
+    *collective(2, GIVE, SMALL, SMALL, runs_ahead=1, mismatches=1),
+    "WINDOW=3",
+)
+
+
 def correct_cases() -> list[Case]:
     cases = [
         Case("waiting", WAITING),
@@ -107,7 +114,7 @@ def correct_cases() -> list[Case]:
         ]
     return [
         *cases,
-        Case("collective", collective(2, GIVE, SMALL, SMALL, runs_ahead=1, mismatches=1)),
+        Case("collective", DIFFERING_AHEAD),
         Case("collective", collective(2, SMALL, SLICED, SMALL, mismatches=1, timeouts=1)),
         Case("collective", collective(3, SMALL, SMALL, mismatches=1), long=True),
         Case("collective", (*collective(3, SMALL, deaths=1), "LATE")),
@@ -199,7 +206,6 @@ def wrong_steps() -> list[Case]:
     timeouts = collective(2, SMALL, SMALL, SMALL, timeouts=2)
     differing = collective(2, SMALL, SMALL, SMALL, mismatches=1)
     ahead = collective(2, GIVE, GIVE, GIVE, runs_ahead=1)
-    differing_ahead = collective(2, GIVE, SMALL, SMALL, runs_ahead=1, mismatches=1)
 
     def large(operation: int) -> tuple[str, ...]:
         return collective(2, operation, operation, SMALL, runs_ahead=1)
@@ -249,7 +255,7 @@ def wrong_steps() -> list[Case]:
         Case("collective", (*timeouts, "ABORT_STORES"), ASSERTION),
         Case("collective", (*timeout, "WORD_BEFORE_FINGERPRINTS"), ASSERTION),
         Case("collective", (*differing, "NO_COMPARE"), ASSERTION),
-        Case("collective", (*differing_ahead, "NO_HISTORY"), ASSERTION),
+        Case("collective", (*DIFFERING_AHEAD, "NO_HISTORY"), ASSERTION),
         Case("collective", (*collective(3, SMALL, deaths=1), "LATE", "AWAIT_ONLY_PEER"), HANGS),
         Case("collective", (*large(STREAM), "NO_ENSURE_FINISHED"), ASSERTION),
         Case("collective", (*large(STREAM), "DONE_AT_ENTRY"), ASSERTION),

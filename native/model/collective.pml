@@ -10,7 +10,9 @@
  * each piece overlaps the one before.
  */
 
+#ifndef WINDOW
 #define WINDOW 2 /* kEntries: entries of a rank that its peers may still read */
+#endif
 #define SLOTS 2  /* Chunks::kSlots: chunks of a stream that its piece holds */
 
 /* Operations. */
