@@ -186,7 +186,11 @@ Status Collective::enter(Peers peers, bool staged) {
   };
   // A sleeper that this rank has not seen yet is woken at the end of a small collective, when the
   // lock is released anyway.
-  if (!look_briefly(all_have_entered) || is_long_) {
+  const bool was_short = look_briefly(all_have_entered);
+  if (was_short) {
+    group_.spin_policy_.record_short_wait();
+  }
+  if (!was_short || is_long_) {
     notify(event());
   }
   for (peer = first; peer < end; ++peer) {

@@ -2,6 +2,8 @@
 // waits for its peers. Collectives (collective.h) and messages (mailbox.h) are built on it.
 #pragma once
 
+#include <sched.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
@@ -206,6 +208,11 @@ Status Group::wait_for(int peer, const Bounds& bounds, Ready&& ready) {
     return {};
   }
   begin_wait(peer);
+  // relaxed: a hint, from which nothing else follows.
+  const std::int32_t processor = sched_getcpu() + 1;
+  segment_->control(rank_).processor.store(processor, std::memory_order_relaxed);
+  spin_policy_.set_same_core(segment_->control(peer).processor.load(std::memory_order_relaxed) ==
+                             processor);
   const auto check = [&] { return status_while_waiting(peer); };
   Status status =
       wait_until(segment_->control(peer).step_event, spin_policy_, bounds, ready, check);

@@ -61,6 +61,8 @@ struct alignas(kCacheLine) Event {
   // Writers: ranks that go to sleep here, and wake up; and the owner, which keeps a lock in it.
   std::atomic<std::uint32_t> sleepers;
   std::atomic<std::uint32_t> ticket;  // writers: ranks that wake others
+  // The time of the last wake-up, in nanoseconds of the monotonic clock; writers: the same.
+  std::atomic<std::uint64_t> woken_at;
 };
 
 struct Header {
@@ -108,7 +110,8 @@ struct RankControl {
   SharedFingerprint failure_fingerprints[2];  // both operations, when the owner breaks the group
   std::atomic<std::int32_t>
       recorder_descriptor;  // the owner's descriptor of its flight recorder; -1: none
-  std::int32_t reserved;
+  // The processor on which the owner began its last longer wait, from 1; 0: unknown.
+  std::atomic<std::int32_t> processor;
 };
 static_assert(sizeof(RankControl) == 8 * kCacheLine);
 static_assert(offsetof(RankControl, step) == 4 * kCacheLine);

@@ -102,9 +102,13 @@ bool look_briefly(Ready&& ready) {
   return false;
 }
 
-// Decides how long to spin before sleep. Three things shorten the spin: more ranks than cores;
-// other work on the machine, detected by preemption during a spin (the peer may be waiting for this
-// very core); and past waits that outlasted the spin anyway. Used by one thread at a time.
+// Decides how long to spin before sleep. With a core for each rank, a thread spins at least for as
+// long as a wake-up takes, which it measures: so a wait never costs more than twice the best
+// (Karlin et al. 1991, competitive algorithms for spinning). On a machine with other work that is
+// some time slices, since a thread that is woken waits for a core. Without other work it is some
+// microseconds; a thread spins for longer then, since nobody wants the core. With more ranks than
+// cores, the peer is most likely waiting for this very core: so a thread yields, and sleeps soon.
+// Used by one thread at a time.
 class SpinPolicy {
  public:
   explicit SpinPolicy(int ranks);
@@ -115,29 +119,31 @@ class SpinPolicy {
   template <class Ready>
   bool spin(Ready&& ready);
 
+  // Whether the awaited rank has last been seen on the core of this thread: a spin would delay it.
+  void set_same_core(bool same) { same_core_ = same; }
+  // Records that a sleeping thread has been woken, and the time from the notification until now.
+  void record_wake_up(Clock::duration delay);
   // Marks the begin of a wait, which may end before there is anything to record.
   void begin() { last_wait_ = {}; }
   // Records the total length of a wait.
   void record_wait(Clock::duration waited);
+  // The same of a wait that ended before a spin.
+  void record_short_wait() { typical_wait_ -= typical_wait_ / 8; }
   // The length of the last wait; zero if it was satisfied at once.
   Clock::duration last_wait() const { return last_wait_; }
 
  private:
-  // After this time the spin yields the core. If no other thread wants it, that costs half a
-  // microsecond.
-  static constexpr Clock::duration kYieldAfter = std::chrono::microseconds(10);
   // A check takes this long only if the thread was preempted.
   static constexpr Clock::duration kPreempted = std::chrono::microseconds(30);
-  // The number of waits for which contention is remembered.
-  static constexpr int kContendedWaits = 200;
 
   static void yield();
   Clock::duration spin_limit() const;
 
   bool oversubscribed_;
   bool spins_ = true;
-  int contended_waits_ = 0;
+  bool same_core_ = false;
   Clock::duration typical_wait_{};
+  Clock::duration wake_up_{};  // the typical time from a notification until the thread runs
   Clock::duration last_wait_{};
 };
 
@@ -176,21 +182,25 @@ bool SpinPolicy::spin(Ready&& ready) {
     return true;
   }
   const auto start = Clock::now();
-  const auto limit = start + spin_limit();
+  auto limit = start + spin_limit();
   for (auto now = start, before = start; now < limit; before = now, now = Clock::now()) {
-    // (If ranks share cores, a yield alone takes that long.)
-    if (!oversubscribed_ && now - before > kPreempted) {
-      contended_waits_ = kContendedWaits;
-      break;
-    }
     if (look_briefly(ready)) {
       return true;
     }
-    if (oversubscribed_ || now - start >= kYieldAfter) {
+    if (oversubscribed_) {
       yield();
+    } else if (now - before > kPreempted) {
+      limit += now - before;  // that was no spin
     }
   }
   return ready();
+}
+
+// The time since the last wake-up on `event`.
+inline Clock::duration time_since_notification(const Event& event) {
+  // relaxed: the kernel's wake-up orders it. Another notification may have come since.
+  const std::uint64_t then = event.woken_at.load(std::memory_order_relaxed);
+  return Clock::now().time_since_epoch() - std::chrono::nanoseconds(then);
 }
 
 // Waits until `ready()`. `peer_status()` is called once per slice and returns a status that is not
@@ -221,6 +231,9 @@ Status wait_until(Event& event, SpinPolicy& spin_policy, const Bounds& bounds, R
     PHALANX_STEP("wait: awake");
     event.sleepers.fetch_sub(1, std::memory_order_acq_rel);
     if (done || ready()) {
+      if (!done && woken == WakeReason::by_peer) {
+        spin_policy.record_wake_up(time_since_notification(event));
+      }
       break;
     }
     if (woken == WakeReason::by_signal || slice % kSlicesPerSignalCheck == 0) {
