@@ -492,8 +492,9 @@ inline reduce_in_place() {
   peer = 0;
   do
   :: peer < RANKS -> TENSOR(peer, me) = RESULT(k, 0); peer++
-  :: else -> peer = 0; break
+  :: else -> break
   od;
+  peer = 0;
 #ifndef NO_EXIT_BARRIER
   step[me] = base + 1;
   wait_steps(base + 1);
