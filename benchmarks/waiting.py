@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -71,8 +72,8 @@ CONDITIONS = (
 
 
 def bind_torch(backend: str) -> tuple[Callable[[int], int], Callable[[], None], int]:
-    import torch  # noqa: PLC0415 - ranks of MPI do without
-    import torch.distributed as dist  # noqa: PLC0415
+    import torch
+    import torch.distributed as dist
 
     dist.init_process_group(backend)
     tensor = torch.zeros(1, dtype=torch.int32)
@@ -88,7 +89,7 @@ def bind_torch(backend: str) -> tuple[Callable[[int], int], Callable[[], None], 
 
 
 def bind_mpi() -> tuple[Callable[[int], int], Callable[[], None], int]:
-    from mpi4py import MPI  # noqa: PLC0415 - loads the library that the environment names
+    from mpi4py import MPI
 
     world, array = MPI.COMM_WORLD, np.zeros(1, np.int32)
 
@@ -202,8 +203,6 @@ def measure(condition: Condition, system: str, gap: float, seconds: float) -> di
 
 
 def free_port() -> int:
-    import socket  # noqa: PLC0415
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

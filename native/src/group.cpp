@@ -1,5 +1,6 @@
 #include "phalanx/group.h"
 
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -74,6 +75,13 @@ Status Group::connect() {
   }
   segment_->close_descriptor();
   return {};
+}
+
+bool Group::shares_core(int peer) const {
+  const std::int32_t processor = sched_getcpu() + 1;
+  // relaxed: hints, from which nothing else follows.
+  segment_->control(rank_).processor.store(processor, std::memory_order_relaxed);
+  return segment_->control(peer).processor.load(std::memory_order_relaxed) == processor;
 }
 
 std::byte* Group::map_peer(int owner, const ArenaLocation& location, Status& status) {

@@ -213,10 +213,10 @@ Status Mailbox::wait(Message& message, const Bounds& bounds) {
   }
   waits_.fetch_add(1, std::memory_order_relaxed);
   waiters_.fetch_add(1, std::memory_order_seq_cst);
-  SpinPolicy spin_policy = [&] {
+  auto [spin_policy, peer] = [&] {
     const MailboxLock lock(*this);
     begin_wait(message);
-    return spin_policy_;
+    return std::pair(spin_policy_, message.peer());
   }();
   auto next_check = Clock::now() + kCheckInterval;
   const auto ready = [&] { return message.done() || try_progress() || message.done(); };
@@ -228,6 +228,7 @@ Status Mailbox::wait(Message& message, const Bounds& bounds) {
   Status status;
   // Each wait ends when anything moves, so that a long message is awaited piece by piece.
   while (status.ok() && !message.done()) {
+    spin_policy.set_same_core(peer >= 0 && group_.shares_core(peer));
     status = wait_until(message_event(group_.rank()), spin_policy, bounds, ready, peer_status);
     if (status.ok() && !message.done()) {
       failure = check_wait(bounds, next_check);

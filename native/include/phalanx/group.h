@@ -2,8 +2,6 @@
 // waits for its peers. Collectives (collective.h) and messages (mailbox.h) are built on it.
 #pragma once
 
-#include <sched.h>
-
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
@@ -69,6 +67,8 @@ class Group {
   // The same for all peers.
   Status wait_steps(std::uint64_t target, const Bounds& bounds);
 
+  // Whether a peer began its last longer wait on the processor on which this thread begins one now.
+  bool shares_core(int peer) const;
   // The ranks whose step is below that of `rank`: those that it may be waiting for.
   std::vector<int> ranks_behind(int rank) const;
   // Whether all other ranks have entered a collective that this rank has not. Call it between
@@ -208,11 +208,7 @@ Status Group::wait_for(int peer, const Bounds& bounds, Ready&& ready) {
     return {};
   }
   begin_wait(peer);
-  // relaxed: a hint, from which nothing else follows.
-  const std::int32_t processor = sched_getcpu() + 1;
-  segment_->control(rank_).processor.store(processor, std::memory_order_relaxed);
-  spin_policy_.set_same_core(segment_->control(peer).processor.load(std::memory_order_relaxed) ==
-                             processor);
+  spin_policy_.set_same_core(shares_core(peer));
   const auto check = [&] { return status_while_waiting(peer); };
   Status status =
       wait_until(segment_->control(peer).step_event, spin_policy_, bounds, ready, check);
