@@ -21,11 +21,11 @@ def message(task: Task) -> object:
     values, blocking = task.values(source), task.own.random() < 0.4
     if task.rank == source:
         call: Any = dist.send if blocking else dist.isend
-        return call(task.input(values), task.members[target], task.group, tag)
+        return task.post(call, task.input(values), task.members[target], task.group, tag)
     if task.rank == target:
         call = dist.recv if blocking else dist.irecv
-        done = call(task.output(values, len(values)), task.members[source], task.group, tag)
-        return None if blocking else done
+        output = task.output(values, len(values))
+        return task.post(call, output, task.members[source], task.group, tag)
     return None
 
 
@@ -47,7 +47,10 @@ def exchange(task: Task) -> object:
             for call, tensor, peer, tag in posts
         ]
         return dist.batch_isend_irecv(batch)
-    return [call(tensor, task.members[peer], task.group, tag) for call, tensor, peer, tag in posts]
+    return [
+        task.post(call, tensor, task.members[peer], task.group, tag)
+        for call, tensor, peer, tag in posts
+    ]
 
 
 def any_source(task: Task) -> object:

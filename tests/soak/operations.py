@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import phalanx
+from phalanx.errors import UsageError
 from tests.conformance import cases
 from tests.soak.memory import Block, Pool, premul_factor, reduce_exactly
 from tests.soak.plan import Operation
@@ -101,6 +103,38 @@ class Task:
     def _draw_count(self) -> int:
         return self.common.randint(0, self.operation.count)
 
+    def call(self, function: Callable[..., object], *arguments: Any) -> object:
+        """Call a collective of `torch.distributed`, or prepare it and run that."""
+        operation = self._prepare(function, arguments)
+        if operation is None:
+            return function(*arguments, async_op=self.async_op)
+        return self._start(operation) if self.async_op else operation()
+
+    def post(self, function: Callable[..., object], *arguments: Any) -> object:
+        """The same with a function for messages."""
+        operation = self._prepare(function, arguments)
+        if operation is None:
+            done = function(*arguments)
+            return done if function in (dist.isend, dist.irecv) else None
+        return self._start(operation) if function in (dist.isend, dist.irecv) else operation()
+
+    def _prepare(
+        self, function: Callable[..., object], arguments: tuple[Any, ...]
+    ) -> phalanx.PreparedOperation | None:
+        """Prepare an operation, if this rank draws that and the tensors permit it."""
+        if self.own.random() < 0.6:
+            return None
+        try:
+            return phalanx.prepare(function, *arguments)
+        except UsageError as error:
+            if not str(error).endswith("itself"):
+                raise
+            return None  # it needs work in each call
+
+    def _start(self, operation: phalanx.PreparedOperation) -> phalanx.PreparedOperation:
+        operation.start()
+        return operation
+
     def check_equal(self, found: object, expected: object, name: str) -> None:
         if found != expected:
             raise AssertionError(f"{name}: {found!r}, expected {expected!r}")
@@ -136,20 +170,20 @@ class Task:
 def all_reduce(task: Task) -> object:
     inputs = task.all_values()
     tensor = task.in_place(inputs[task.rank], task.reduced(inputs))
-    return dist.all_reduce(tensor, task.op(), task.group, task.async_op)
+    return task.call(dist.all_reduce, tensor, task.op(), task.group)
 
 
 def reduce(task: Task) -> object:
     inputs = task.all_values()
     own = inputs[task.rank]
     tensor = task.in_place(own, task.reduced(inputs) if task.is_root else own)
-    return dist.reduce(tensor, task.source, task.op(), task.group, task.async_op)
+    return task.call(dist.reduce, tensor, task.source, task.op(), task.group)
 
 
 def broadcast(task: Task) -> object:
     values = task.values(task.root)
     tensor = task.input(values) if task.is_root else task.output(values, len(values))
-    return dist.broadcast(tensor, task.source, task.group, task.async_op)
+    return task.call(dist.broadcast, tensor, task.source, task.group)
 
 
 # Operations with one tensor per rank.
@@ -158,33 +192,33 @@ def broadcast(task: Task) -> object:
 def gather(task: Task) -> object:
     outputs = task.outputs(task.all_values()) if task.is_root else None
     tensor = task.input(task.values(task.rank))
-    return dist.gather(tensor, outputs, task.source, task.group, task.async_op)
+    return task.call(dist.gather, tensor, outputs, task.source, task.group)
 
 
 def scatter(task: Task) -> object:
     parts = [task.values(task.root, rank) for rank in range(task.size)]
     output = task.output(parts[task.rank], task.operation.count)
     inputs = task.inputs(parts) if task.is_root else None
-    return dist.scatter(output, inputs, task.source, task.group, task.async_op)
+    return task.call(dist.scatter, output, inputs, task.source, task.group)
 
 
 def all_gather(task: Task) -> object:
     inputs = task.all_values()
     tensor = task.input(inputs[task.rank])
-    return dist.all_gather(task.outputs(inputs), tensor, task.group, task.async_op)
+    return task.call(dist.all_gather, task.outputs(inputs), tensor, task.group)
 
 
 def all_gather_uneven(task: Task) -> object:
     inputs = [task.values(rank, 0, count) for rank, count in enumerate(task.uneven())]
     tensor = task.input(inputs[task.rank])
-    return dist.all_gather(task.outputs(inputs), tensor, task.group, task.async_op)
+    return task.call(dist.all_gather, task.outputs(inputs), tensor, task.group)
 
 
 def all_gather_single(task: Task) -> object:
     inputs = task.all_values()
     output = task.output(partial(torch.cat, inputs), task.size * task.operation.count)
     tensor = task.input(inputs[task.rank])
-    return dist.all_gather_into_tensor(output, tensor, task.group, task.async_op)
+    return task.call(dist.all_gather_into_tensor, output, tensor, task.group)
 
 
 def reduce_scatter(task: Task) -> object:
@@ -199,12 +233,12 @@ def _reduce_scatter(task: Task, counts: list[int]) -> object:
     own = [task.values(task.rank, part, count) for part, count in enumerate(counts)]
     own_count = counts[task.rank]
     output = task.output(task.reduced(task.all_values(task.rank, own_count)), own_count)
-    return dist.reduce_scatter(output, task.inputs(own), task.op(), task.group, task.async_op)
+    return task.call(dist.reduce_scatter, output, task.inputs(own), task.op(), task.group)
 
 
 def reduce_scatter_single(task: Task) -> object:
     output, tensor = _to_reduce_and_scatter(task, 0, task.operation.count)
-    return dist.reduce_scatter_tensor(output, tensor, task.op(), task.group, task.async_op)
+    return task.call(dist.reduce_scatter_tensor, output, tensor, task.op(), task.group)
 
 
 def _to_reduce_and_scatter(task: Task, number: int, count: int) -> tuple[Tensor, Tensor]:
@@ -231,7 +265,7 @@ def _all_to_all(task: Task, counts: list[list[int]]) -> object:
         task.values(source, task.rank, counts[source][task.rank]) for source in range(task.size)
     ]
     outputs, inputs = task.outputs(inputs_received), task.inputs(inputs_sent)
-    return dist.all_to_all(outputs, inputs, task.group, task.async_op)
+    return task.call(dist.all_to_all, outputs, inputs, task.group)
 
 
 def all_to_all_single(task: Task) -> object:
@@ -255,7 +289,7 @@ def _all_to_all_single(task: Task, rows: list[list[int]], uneven: bool) -> objec
     # Equal splits may be passed on one rank and omitted on another.
     given_splits = uneven or task.own.random() < 0.5
     splits = (taken_rows, rows[me]) if given_splits else (None, None)
-    return dist.all_to_all_single(output, tensor, *splits, task.group, task.async_op)
+    return task.call(dist.all_to_all_single, output, tensor, *splits, task.group)
 
 
 # Coalesced operations.
@@ -334,7 +368,7 @@ def coalescing_any(task: Task) -> object:
 
 
 def barrier(task: Task) -> object:
-    return dist.barrier(task.group, task.async_op)
+    return task.call(dist.barrier, task.group)
 
 
 def monitored_barrier(task: Task) -> None:
