@@ -222,17 +222,6 @@ WAITING = [
         ),
     ),
     Mutant(
-        "unlocks without waking",
-        WAIT_H,
-        COLLECTIVES,
-        (
-            (
-                "fetch_sub(kLocked, std::memory_order_acq_rel) != kLocked) {\n",
-                "fetch_sub(kLocked, std::memory_order_acq_rel) == 0) {\n",
-            ),
-        ),
-    ),
-    Mutant(
         "leaves without waking",
         GROUP,
         STEPS,
