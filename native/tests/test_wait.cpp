@@ -128,10 +128,11 @@ bool asleep(int thread) {
 
 // All threads that were seen asleep are woken by the notification, not because their slice ends. On
 // a busy machine a slice may end first, hence several attempts.
-TEST(threads_asleep_in_the_kernel_are_woken) {
+void threads_asleep_are_woken(void (*prepare)(Event&), void (*notify_all)(Event&)) {
   constexpr int n_sleepers = 3;
-  const auto all_woken = [] {
+  const auto all_woken = [&] {
     Event event{};
+    prepare(event);
     std::atomic<int> woken_by_peer = 0;
     std::atomic<int> ids[n_sleepers] = {};
     std::vector<std::thread> sleepers;
@@ -150,7 +151,7 @@ TEST(threads_asleep_in_the_kernel_are_woken) {
       while (!asleep(id) && Clock::now() < end) sched_yield();
       all_asleep = all_asleep && asleep(id);
     }
-    notify(event);
+    notify_all(event);
     for (std::thread& each : sleepers) each.join();
     return all_asleep && woken_by_peer == n_sleepers;
   };
@@ -158,6 +159,15 @@ TEST(threads_asleep_in_the_kernel_are_woken) {
   const auto end = Clock::now() + 30s;
   while (!woken && Clock::now() < end) woken = all_woken();
   CHECK(woken);
+}
+
+TEST(threads_asleep_in_the_kernel_are_woken) {
+  threads_asleep_are_woken([](Event&) {}, [](Event& event) { notify(event); });
+}
+
+TEST(unlocking_wakes_threads_asleep_in_the_kernel) {
+  threads_asleep_are_woken([](Event& event) { CHECK(try_lock(event)); },
+                           [](Event& event) { unlock_and_notify(event); });
 }
 
 TEST(no_sleeper_means_no_wake_up) {

@@ -255,6 +255,9 @@ def test_operation_that_ends_while_its_recorder_is_copied() -> None:
     ]
 
     class Copied(Group):
+        def pid(self, _rank: int) -> int:
+            return os.getpid()  # a process that runs, and may record more
+
         def flight_recorder(self, rank: int, _history: int) -> dict[str, Any] | None:
             return copies.pop(0) if rank == 1 else None
 

@@ -20,6 +20,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <utility>
 
 #include "phalanx/group.h"
 
@@ -86,9 +87,12 @@ class Collective {
   std::byte* map_peer(int owner, const ArenaLocation& location, Status& status) {
     return group_.map_peer(owner, location, status);
   }
-  // Call it before a long copy.
+  // Call it before a long copy, and before a wait after the entry: whoever sleeps until this rank
+  // has entered is woken now, not at the end.
   void block() {
-    is_long_ = true;
+    if (!std::exchange(is_long_, true)) {
+      notify(event());
+    }
     bounds_.block();
     group_.publish_record();
   }

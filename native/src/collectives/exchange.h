@@ -95,9 +95,11 @@ class Exchange {
       collective_.group().advance();
       return {};
     }
-    return collective_.is_located(peer)
-               ? collective_.group().wait_step(peer, collective_.base(), collective_.bounds())
-               : Status{};
+    if (!collective_.is_located(peer)) {
+      return {};
+    }
+    collective_.block();
+    return collective_.group().wait_step(peer, collective_.base(), collective_.bounds());
   }
 
   Collective& collective_;

@@ -23,6 +23,8 @@ _MAX_TEXT_LENGTH = 640
 """The maximum length of a rank's own text, in characters; longer than its recorder can hold."""
 _SEARCH_SECONDS = 0.2
 """The time for which to look for an operation that a rank has entered and not recorded yet."""
+_MAX_COPIES = 3
+"""The number of further copies in which to look for the site of a recorded operation."""
 _LONG_HISTORY = 512
 """The number of a rank's last operations to search for a fingerprint."""
 _SHORT_HISTORY = 8
@@ -41,12 +43,13 @@ def format_call_site(group: _native.Group, rank: int, operation: _native.Fingerp
     """Return the call site of a rank's operation, as in " at train.py:40"; empty if unknown."""
     # A copy may lack an operation that just ended. A small one is recorded when it has waited for a
     # microsecond, or has ended: that rank may have lost its core in between.
-    for _ in attempts(time.monotonic() + _SEARCH_SECONDS):
+    for number, _ in enumerate(attempts(time.monotonic() + _SEARCH_SECONDS)):
         record = read_rank(group, rank, _LONG_HISTORY)
         if record is None:
             break
         match = _find_operation(record, group, operation)
-        if match:
+        # The text of a site may be newer than the copy, too.
+        if match and (match.site or number == _MAX_COPIES):
             return format_site(match.site)
         if process_state(group.pid(rank)) in ("", "Z", "T", "t"):
             break

@@ -51,6 +51,8 @@ _OPERATIONS = {
     "send": "send",
 }
 """The operation of each function of `torch.distributed` that can be prepared."""
+_MODULE = "torch.distributed.distributed_c10d"
+"""The module of these functions."""
 _ASYNCHRONOUS = {"send": dist.isend, "recv": dist.irecv}
 
 
@@ -215,7 +217,7 @@ class _PlainCall(_Plain):
     ) -> None:
         super().__init__()
         name = getattr(function, "__name__", "")
-        if name not in _OPERATIONS or getattr(dist, name, None) is not function:
+        if name not in _OPERATIONS or getattr(function, "__module__", "") != _MODULE:
             raise UsageError(
                 f"prepare: got {function!r}, expected one of the functions of torch.distributed "
                 f"{', '.join(_OPERATIONS)}"
