@@ -211,6 +211,7 @@ Status Mailbox::wait(Message& message, const Bounds& bounds) {
   if (message.done()) {
     return message.status();
   }
+  bounds.block();  // before the mutex, whose holder may need what the caller holds
   waits_.fetch_add(1, std::memory_order_relaxed);
   waiters_.fetch_add(1, std::memory_order_seq_cst);
   auto [spin_policy, peer] = [&] {
