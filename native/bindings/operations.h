@@ -155,8 +155,9 @@ struct CollectiveOperation {
   }
 
   // The operation as a part of a merged one.
-  MergedPart merged_part(Kind kind, std::size_t count, DType dtype, std::vector<Address> inputs,
-                         std::vector<Address> outputs) const {
+  MergedPart merged_part(Kind kind, std::size_t count, DType dtype,
+                         const std::vector<Address>& inputs,
+                         const std::vector<Address>& outputs) const {
     MergedPart part{.own = {.count = count, .root = root, .kind = kind, .dtype = dtype, .op = op},
                     .inputs = {},
                     .outputs = {}};

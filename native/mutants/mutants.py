@@ -273,7 +273,7 @@ ENTERING = [
     Mutant(
         "a lock that all threads get",
         WAIT_H,
-        COLLECTIVES,
+        "plain:test_group",
         (("memory_order_acquire) & kLocked) == 0;", "memory_order_acquire) & 0) == 0;"),),
     ),
     Mutant(

@@ -451,3 +451,29 @@ TEST(random_disagreement_never_hangs) {
     statuses.check_same(Code::mismatch);
   }
 }
+
+// The second thread must not begin while the first one waits for a peer.
+TEST(a_second_thread_waits_for_the_first_ones_collective) {
+  ranks::run(2, [](Rank& rank) {
+    std::int32_t first = 1, second = 10;
+    const auto add = [&](std::int32_t& value) {
+      CHECK(all_reduce(rank.group, &value, 1, DType::int32, ReduceOp::sum, within()).ok());
+    };
+    if (rank.self == 0) {
+      std::thread one([&] { add(first); });
+      CHECK(ranks::eventually([&] { return rank.group.sequence() == 1; }));
+      std::thread two([&] { add(second); });
+      const auto end = Clock::now() + 100ms;
+      while (Clock::now() < end) CHECK_EQ(rank.group.sequence(), 1U);
+      rank.together.arrive_and_wait();
+      one.join();
+      two.join();
+    } else {
+      rank.together.arrive_and_wait();
+      add(first);
+      add(second);
+    }
+    CHECK_EQ(first, 2);
+    CHECK_EQ(second, 20);
+  });
+}

@@ -49,10 +49,10 @@ Part make_part(const Operation& o, Rank& rank) {
   if (o.kind == Kind::barrier) {
     return part;
   }
-  if (comes_from_root(o.kind) ? is_root : true) {
+  if (is_root || !comes_from_root(o.kind)) {
     part.inputs = buffers(o, gives_parts(o.kind) ? size : 1, true, rank);
   }
-  if (goes_to_root(o.kind) ? is_root : !(o.kind == Kind::broadcast && is_root)) {
+  if (is_root ? o.kind != Kind::broadcast : !goes_to_root(o.kind)) {
     part.outputs = buffers(o, takes_parts(o.kind) ? size : 1, false, rank);
   }
   if (o.kind == Kind::all_reduce) {
