@@ -16,6 +16,13 @@ using ranks::within;
 
 namespace {
 
+// Ranks that only give data may run ahead or not, each as it likes.
+Bounds some_bounds(Rank& rank) {
+  Bounds bounds = within();
+  bounds.runs_ahead = rank.random.one_in(2);
+  return bounds;
+}
+
 bool right_in_place(Rank& rank, const Operation& o) {
   Random& random = rank.random;
   Buffer data = input_of(o, rank.self, random);
@@ -23,12 +30,13 @@ bool right_in_place(Rank& rank, const Operation& o) {
   Status status;
   if (o.kind == Kind::broadcast) {
     if (rank.self != o.root) data = Buffer(o.count, o.dtype, random);
-    status = broadcast(rank.group, data.data(), o.count, o.dtype, o.root, within());
+    status = broadcast(rank.group, data.data(), o.count, o.dtype, o.root, some_bounds(rank));
     return status.ok() && data.guards_intact() && data == input_of(o, o.root, random);
   }
   const bool everywhere = o.kind == Kind::all_reduce;
-  status = everywhere ? all_reduce(rank.group, data.data(), o.count, o.dtype, o.op, within())
-                      : reduce(rank.group, data.data(), o.count, o.dtype, o.op, o.root, within());
+  status = everywhere
+               ? all_reduce(rank.group, data.data(), o.count, o.dtype, o.op, some_bounds(rank))
+               : reduce(rank.group, data.data(), o.count, o.dtype, o.op, o.root, some_bounds(rank));
   const bool wanted = everywhere || rank.self == o.root;
   return status.ok() && data.guards_intact() &&
          data == (wanted ? reduced(o, rank.size, random) : before);
@@ -44,8 +52,9 @@ bool right_gathered(Rank& rank, const Operation& o) {
   const std::vector<void*> to = pointers(outputs);
   void* const* given = wanted || random.one_in(2) ? to.data() : nullptr;
   const Status status =
-      everywhere ? all_gather(rank.group, input.data(), given, o.count, o.dtype, within())
-                 : gather(rank.group, input.data(), given, o.count, o.dtype, o.root, within());
+      everywhere
+          ? all_gather(rank.group, input.data(), given, o.count, o.dtype, some_bounds(rank))
+          : gather(rank.group, input.data(), given, o.count, o.dtype, o.root, some_bounds(rank));
   bool good = status.ok() && input == before;
   for (int from = 0; from < rank.size; ++from) {
     const Buffer& output = outputs[static_cast<std::size_t>(from)];
@@ -62,7 +71,7 @@ bool right_scattered(Rank& rank, const Operation& o) {
   const std::vector<void*> from = pointers(inputs);
   Buffer output(o.count, o.dtype, random);
   const Status status = scatter(rank.group, is_root ? from.data() : nullptr, output.data(), o.count,
-                                o.dtype, o.root, within());
+                                o.dtype, o.root, some_bounds(rank));
   return status.ok() && output.guards_intact() && output == input_of(o, rank.self, random);
 }
 
@@ -85,7 +94,7 @@ bool right_reduced_parts(Rank& rank, const Operation& o) {
   const bool in_place = random.one_in(2);
   void* to = in_place ? from[static_cast<std::size_t>(rank.self)] : output.data();
   const Status status =
-      reduce_scatter(rank.group, from.data(), to, o.count, o.dtype, o.op, within());
+      reduce_scatter(rank.group, from.data(), to, o.count, o.dtype, o.op, some_bounds(rank));
   bool good = status.ok() && output.guards_intact();
   for (int part = 0; part < rank.size; ++part) {
     const auto i = static_cast<std::size_t>(part);
@@ -119,7 +128,7 @@ bool right_exchanged(Rank& rank, const Operation& o) {
   const std::vector<Buffer> before = inputs;
   const std::vector<void*> from = pointers(inputs), to = pointers(outputs);
   const Splits own{from.data(), given.data(), to.data(), taken.data()};
-  bool good = all_to_all(rank.group, own, o.dtype, within()).ok() && inputs == before;
+  bool good = all_to_all(rank.group, own, o.dtype, some_bounds(rank)).ok() && inputs == before;
   for (int peer = 0; peer < rank.size; ++peer) {
     const Buffer& output = outputs[static_cast<std::size_t>(peer)];
     good = good && output.guards_intact() &&
@@ -130,7 +139,7 @@ bool right_exchanged(Rank& rank, const Operation& o) {
 
 bool right(Rank& rank, const Operation& o) {
   switch (o.kind) {
-    case Kind::barrier: return barrier(rank.group, within()).ok();
+    case Kind::barrier: return barrier(rank.group, some_bounds(rank)).ok();
     case Kind::gather:
     case Kind::all_gather: return right_gathered(rank, o);
     case Kind::scatter: return right_scattered(rank, o);
