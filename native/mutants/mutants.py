@@ -288,7 +288,7 @@ LARGE = [
     Mutant(
         "pieces of a ring are reused at once",
         COLLECTIVE,
-        TSAN_COLLECTIVES,
+        COLLECTIVES,
         (("if (piece.begin < end && begin < piece.end) {", "if (end == 0) {"),),
     ),
     Mutant(
@@ -300,7 +300,7 @@ LARGE = [
     Mutant(
         "a stream overtakes its takers",
         STREAM,
-        TSAN_COLLECTIVES,
+        COLLECTIVES,
         (("base + chunk - Chunks::kSlots + 1)", "base + chunk - Chunks::kSlots)"),),
     ),
     Mutant(
@@ -312,7 +312,7 @@ LARGE = [
     Mutant(
         "parts are taken too early",
         PARTS,
-        TSAN_COLLECTIVES,
+        COLLECTIVES,
         (("group.wait_steps(base + chunk, ", "group.wait_steps(base, "),),
     ),
     Mutant(
