@@ -162,7 +162,7 @@ constexpr std::array kKinds = {Kind::barrier,    Kind::broadcast,      Kind::red
                                Kind::all_reduce, Kind::gather,         Kind::scatter,
                                Kind::all_gather, Kind::reduce_scatter, Kind::all_to_all};
 
-// Sizes in bytes near a change of path: nothing, an element, the inline buffers, chunks, slices.
+// Sizes in bytes near a change of path: nothing, an element, small data, chunks, slices.
 std::size_t interesting_bytes(Random& script, std::size_t ranks, bool large) {
   const std::size_t off = script.below(130);
   switch (script.below(large ? 10 : 4)) {

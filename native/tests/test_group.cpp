@@ -276,8 +276,8 @@ TEST(the_deadline_names_the_missing_rank) {
   }
 }
 
-// A peer that was left behind in an operation may still read the inline buffer that the next
-// operation but one would fill.
+// A peer that was left behind in an operation may still read the data that a later
+// operation would replace.
 TEST(a_broken_group_is_not_written_to) {
   ranks::run(2, [](Rank& rank) {
     std::vector<std::byte> data(kSmallBytes, static_cast<std::byte>(0x10 + rank.self));

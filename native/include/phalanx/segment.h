@@ -110,7 +110,8 @@ struct RankControl {
   SharedFingerprint failure_fingerprints[2];  // both operations, when the owner breaks the group
   std::atomic<std::int32_t>
       recorder_descriptor;  // the owner's descriptor of its flight recorder; -1: none
-  // The processor on which the owner began its last longer wait, from 1; 0: unknown.
+  // The processor on which the owner began its last longer wait, from 1; 0: unknown. Writers:
+  // threads of the owner.
   std::atomic<std::int32_t> processor;
 };
 static_assert(sizeof(RankControl) == 8 * kCacheLine);
