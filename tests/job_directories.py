@@ -5,9 +5,7 @@ A folder of tests imports the fixtures in its `conftest.py`.
 
 from __future__ import annotations
 
-import gc
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +19,7 @@ import pytest
 from phalanx.observe import job_reader
 from phalanx.observe.job_directory import JobDirectory, make_job_name
 from phalanx.observe.model import Job
+from tests.descriptors import list_descriptors
 
 RECORDER_SCRIPT = """
 import os, sys
@@ -85,10 +84,9 @@ class JobFixture:
 
 @pytest.fixture
 def job(jobs: Path, recorder_files: Path) -> Iterator[JobFixture]:
-    gc.collect()  # garbage of earlier tests must not close its descriptors meanwhile
-    before = os.listdir("/proc/self/fd")
+    before = list_descriptors()
     yield JobFixture(jobs, recorder_files)
-    assert os.listdir("/proc/self/fd") == before
+    assert list_descriptors() == before
 
 
 def start_live_rank(path: Path) -> subprocess.Popen[bytes]:

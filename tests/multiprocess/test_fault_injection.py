@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import subprocess
@@ -42,6 +41,7 @@ from phalanx.testing import (
     skip,
     stop,
 )
+from tests.descriptors import list_descriptors
 
 
 @pytest.fixture(scope="module")
@@ -349,13 +349,12 @@ def test_no_process_file_or_record_remains(
     # Other tests use the default folder at the same time.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     runner.run(steps, 1, (1,))  # starts the server, to which two descriptors belong
-    gc.collect()  # what earlier tests left would close its descriptors at any time
-    descriptors, jobs = len(os.listdir("/proc/self/fd")), list_job_records()
+    descriptors, jobs = len(list_descriptors()), list_job_records()
     (rank,) = runner.run(start_child, 1)
     assert rank.code == -signal.SIGKILL
     with pytest.raises(LaunchError):
         runner.run(hang, 2, timeout=0.3)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(list_descriptors()) == descriptors
     assert list_job_records() == jobs
     assert list(tmp_path.iterdir()) == []
 

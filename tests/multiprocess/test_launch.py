@@ -19,6 +19,7 @@ import pytest
 import phalanx
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launcher.failures import Failure, excerpt, find_root_cause
+from tests.descriptors import list_descriptors
 
 BACKEND = "phalanx"
 LIMIT = 60
@@ -344,7 +345,7 @@ def test_no_rank_outlives_the_caller(number):
 def test_launch_leaves_no_descriptor_thread_or_handler():
     def state():
         handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-        return len(os.listdir("/proc/self/fd")), handlers, dict(os.environ)
+        return len(list_descriptors()), handlers, dict(os.environ)
 
     phalanx.launch(os.getpid, 2, timeout=LIMIT)
     before = state()

@@ -19,6 +19,7 @@ from phalanx.observe.job_directory import (
     make_job_name,
     prune,
 )
+from tests.descriptors import list_descriptors
 
 KEPT = (20, 2**28)
 
@@ -134,10 +135,10 @@ def test_a_directory_that_is_not_private_is_rejected(
     tmp_path, monkeypatch, create_path, message
 ) -> None:
     monkeypatch.setenv("PHALANX_JOBS_DIR", str(create_path(tmp_path / "jobs")))
-    before = os.listdir("/proc/self/fd")
+    before = list_descriptors()
     with pytest.raises(UnusableFileError, match=message):
         JobDirectory(env.jobs_directory(), make_job_name(), create=True)
-    assert os.listdir("/proc/self/fd") == before
+    assert list_descriptors() == before
 
 
 # Only root can create a directory of another user.

@@ -16,6 +16,7 @@ from phalanx import _native
 from phalanx.observe import exception_hook, recorder
 from phalanx.observe.job_directory import JobDirectory, make_job_name
 from phalanx.observe.recorder_reader import ended_well
+from tests.descriptors import list_descriptors
 
 
 @pytest.fixture
@@ -89,10 +90,10 @@ def test_a_link_in_place_of_the_recorder_is_not_followed(
 
 def test_a_directory_in_place_of_the_recorder(directory: JobDirectory) -> None:
     os.mkdir(f"{directory.path}/{os.getpid()}.recorder")
-    before = os.listdir("/proc/self/fd")
+    before = list_descriptors()
     with pytest.raises(OSError, match="directory"):
         recorder._open_file(directory, build_settings(directory))
-    assert os.listdir("/proc/self/fd") == before
+    assert list_descriptors() == before
 
 
 def test_a_file_system_that_cannot_map_files(
@@ -102,11 +103,11 @@ def test_a_file_system_that_cannot_map_files(
         raise OSError(errno.ENODEV, "No such device")
 
     monkeypatch.setattr(_native, "open_flight_recorder", refuse)
-    before = os.listdir("/proc/self/fd")
+    before = list_descriptors()
     with pytest.raises(OSError, match="No such device"):
         recorder._open_file(directory, build_settings(directory))
     assert directory.list_recorders() == {}
-    assert os.listdir("/proc/self/fd") == before
+    assert list_descriptors() == before
 
 
 def test_a_recorder_in_memory_cannot_be_resized(directory: JobDirectory, opened: list[int]) -> None:
