@@ -1,4 +1,4 @@
-"""Waiting on busy machines: `python benchmarks/waiting.py [--output FILE]`, about six minutes.
+"""Waiting on busy machines: `python benchmarks/waiting.py [--output FILE]`, about twenty minutes.
 
 Ranks call an all-reduce of 4 B, at once again or after computing for some milliseconds, in these
 conditions: alone; beside one and two busy processes; with cores that a hypervisor takes away now

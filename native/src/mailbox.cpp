@@ -372,8 +372,7 @@ void Mailbox::finish(const MessagePtr& message, const Status& status) {
   end_record(*message);
   outstanding_.fetch_sub(1, std::memory_order_seq_cst);
   // Publishes status, peer and data to other threads of this process; pairs with Message::done.
-  // seq_cst for the sake of notify.
-  message->done_.store(true, std::memory_order_seq_cst);
+  message->done_.store(true, std::memory_order_release);
   if (message->watched_) {
     report(message);
   }

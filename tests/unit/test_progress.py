@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from phalanx import _native
-from phalanx.backend.membership import CollectiveThread
+from phalanx.backend.threads import CollectiveThread
 
 LIMIT = 10.0
 

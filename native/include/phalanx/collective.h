@@ -88,9 +88,9 @@ class Collective {
     return group_.map_peer(owner, location, status);
   }
   // Call it before a long copy, and before a wait after the entry: whoever sleeps until this rank
-  // has entered is woken now, not at the end.
+  // has entered is woken at once, not at the end.
   void block() {
-    if (!std::exchange(is_long_, true)) {
+    if (!std::exchange(is_long_, true) && base_ != 0) {  // has entered
       notify(event());
     }
     bounds_.block();

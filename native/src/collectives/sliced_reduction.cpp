@@ -76,13 +76,8 @@ Status SlicedReduction::reduce_chunks() {
       stage(chunk + 1);
       group.advance();
     }
-    // A peer that has staged this chunk has also copied out chunk - 2, whose place is reused. The
-    // first one came with the entry.
-    if (chunk != 0) {
-      if (const Status s = group.wait_steps(base + 2 * chunk - 1, bounds); !s.ok()) {
-        return s;
-      }
-    }
+    // All peers have staged this chunk, so they have also copied out chunk - 2, whose place is
+    // reused: this rank has waited for that at their entries, or at the end of the last round.
     combine(chunk);
     group.advance();
     const std::uint64_t combined = base + 2 * chunk + (last ? 1 : 2);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -126,10 +126,10 @@ class CollectiveExecutor:
     ) -> Work:
         site_number, call_time = _native.call_site(), time.monotonic()
         membership, subject = self._membership, operation[1]
-        runs_inline = self._can_run_inline(subject)
+        thread = membership.collective_thread
 
         def run(_keep_alive: object = keep_alive) -> None:
-            if not runs_inline:  # the group's thread acts for the caller
+            if thread.is_current():  # it acts for the caller
                 _native.set_caller(site_number)
             status = call(timeout)
             if status is not None:
@@ -144,29 +144,45 @@ class CollectiveExecutor:
             return wait_timeout_error(membership, description, seconds, call_time)
 
         results = [tensor for tensor, _ in outputs] or ([] if subject is None else [subject])
-        work = CollectiveWork(run, results, membership.native, wait_error)
-        if runs_inline:
-            work.execute()
-            if isinstance(error := work.exception(), KeyboardInterrupt):
-                raise error
-        else:
-            membership.collective_thread.submit(work.execute)
+        work = CollectiveWork(run, results, membership.native, wait_error, thread)
+        self._dispatch(work, may_run_here=opts.asyncOp and _is_small(subject))
         if membership.coalesced_works is not None:
             membership.coalesced_works.append(work)
         if not opts.asyncOp:
             work.wait()
         return work
 
-    def _can_run_inline(self, subject: torch.Tensor | None) -> bool:
-        """Return whether an asynchronous operation may as well run at once in this thread.
+    def _dispatch(self, work: CollectiveWork, *, may_run_here: bool) -> None:
+        """Run an operation in this thread, or leave it to the group's.
 
         If all other ranks already wait for it, there is nothing left to overlap with. For a small
         operation, the switch to another thread and back takes longer than the operation.
         """
-        if subject is not None and subject.numel() * subject.element_size() > _SMALL_BYTES:
-            return False
         membership = self._membership
-        return not membership.pending and membership.native.is_awaited()
+        if may_run_here:
+            if not membership.pending and membership.native.is_awaited():
+                _run_here(work, work.execute)
+                return
+            if self._defer(work):
+                return
+        membership.collective_thread.submit(work.execute)
+
+    def _defer(self, work: CollectiveWork) -> bool:
+        """Leave an operation to the end of the current backward pass; False if there is none.
+
+        DDP waits for it there. The caller's own thread then runs it, unless anything waits for it
+        before. Not in the callbacks at the end of the pass, in which DDP may wait at once.
+        """
+        thread = self._membership.collective_thread
+        if (
+            not isinstance(self._membership.native, _native.Group)  # other hosts are worth overlap
+            or torch._C._current_autograd_node() is None
+            or not thread.defer(work.execute)
+        ):
+            return False
+        run_at_end: Any = torch.autograd.Variable._execution_engine.queue_callback
+        run_at_end(partial(_run_here, work, thread.run_deferred))
+        return True
 
     def error(
         self, status: _native.Status, operation: _Operation, timeout: float, site: str
@@ -192,3 +208,14 @@ class CollectiveExecutor:
         if root >= 0:
             parts.append(f"root {root}")
         return f"{' '.join(parts)} at {site}"
+
+
+def _is_small(subject: torch.Tensor | None) -> bool:
+    """Return whether an operation takes less time than a switch to another thread and back."""
+    return subject is None or subject.numel() * subject.element_size() <= _SMALL_BYTES
+
+
+def _run_here(work: CollectiveWork, run: Callable[[], None]) -> None:
+    run()
+    if isinstance(error := work.exception(), KeyboardInterrupt):
+        raise error

@@ -4,9 +4,6 @@ A script that ends without `destroy_process_group()` must end cleanly, so the th
 while the interpreter still runs. The group is not left: peers that still need this rank learn of
 its death, with the exit code as the reason. A forked child (a DataLoader's worker) inherits the
 object, but not the membership.
-
-The threads start when first needed. They are daemons: the interpreter joins other threads before
-`atexit`, which could hang a script that did not leave the group. `stop` ends them in order.
 """
 
 from __future__ import annotations
@@ -15,21 +12,17 @@ import atexit
 import contextlib
 import os
 import sys
-import threading
 import weakref
-from collections.abc import Callable, Sequence
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from torch.distributed import Work
 
 from phalanx import _native
 from phalanx.backend import deadlock_detector
+from phalanx.backend.threads import CollectiveThread, MessageThread
 from phalanx.errors import UsageError
 from phalanx.observe import exception_hook, recorder
-
-if TYPE_CHECKING:
-    from phalanx.hierarchical.messages import RemoteMessage
 
 _STOP_SECONDS = 2.0
 _LEFT_ERRORS = (ValueError, UsageError)
@@ -85,130 +78,6 @@ class Membership(_native.OperationState):
             self.native.abort("it left with an operation in progress")
             self.collective_thread.stop(_STOP_SECONDS)
         self.message_thread.stop(_STOP_SECONDS)
-
-
-class CollectiveThread:
-    """A thread that runs asynchronous collectives one by one, in the order of their calls.
-
-    Args:
-        name: The name of the thread.
-        state: The state of the membership, in which `pending` is the number of calls that were
-            submitted and have not ended.
-    """
-
-    def __init__(self, name: str, state: _native.OperationState) -> None:
-        self._name = name
-        # The membership holds this object. Callers and queued operations keep it alive.
-        self._state: Callable[[], Any] = weakref.ref(state)
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def submit(self, call: Callable[[], None]) -> None:
-        """Queue a call, which must not raise.
-
-        If this is called in the thread itself, where callbacks of futures run, the call and all
-        calls queued before have ended on return. A callback may thus wait for its own operations.
-        """
-        with self._lock:
-            self._state().pending += 1
-            self._queue.put(call)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-        if threading.current_thread() is self._thread:
-            self._run_up_to(call)
-
-    def drain(self) -> None:
-        """Block until all calls queued before have ended, each within its own deadline."""
-        if self._thread is not None and self._state().pending:
-            drained = threading.Event()
-            self.submit(drained.set)
-            drained.wait()
-
-    def stop(self, seconds: float) -> bool:
-        """End the thread after the queued calls; return whether it ended within `seconds`."""
-        with self._lock:
-            thread = self._thread
-            self._queue.put(None)
-        return _join(thread, seconds)
-
-    def _run(self) -> None:
-        while (call := self._queue.get()) is not None:
-            self._execute(call)
-            # Otherwise a finished operation would keep its tensors until the next call.
-            del call
-
-    def _run_up_to(self, last: Callable[[], None]) -> None:
-        call, stopped = None, False
-        while call is not last:
-            call = self._queue.get()
-            if call is None:
-                stopped = True
-            else:
-                self._execute(call)
-        if stopped:
-            self._queue.put(None)
-
-    def _execute(self, call: Callable[[], None]) -> None:
-        state = self._state()  # a call may release the last other reference to the membership
-        call()
-        with self._lock:
-            state.pending -= 1
-
-
-class MessageThread:
-    """A thread that moves messages without a waiting caller, and reports watched messages."""
-
-    def __init__(self, name: str, group: _native.Group) -> None:
-        self._name = name
-        self._group = group
-        self._lock = threading.Lock()
-        self._watchers: dict[int, Callable[[], None]] = {}
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Start the thread unless it has been started."""
-        if self._thread is not None:
-            return
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-
-    def watch(
-        self, message: _native.Message | RemoteMessage, timeout: float, report: Callable[[], None]
-    ) -> None:
-        """Call `report` in the thread when the message is done, within `timeout` seconds."""
-        if hasattr(message, "watch"):  # a message to or from another host
-            message.watch(timeout, report)
-            return
-        with self._lock:
-            self._watchers[message.id] = report
-        self._group.watch(message, timeout)
-        self.start()
-
-    def stop(self, seconds: float) -> bool:
-        """End the thread; return whether it ended within `seconds`."""
-        self._group.stop()
-        with self._lock:
-            thread = self._thread
-        return _join(thread, seconds)
-
-    def _run(self) -> None:
-        while done := self._group.serve():
-            for message in done:
-                with self._lock:
-                    report = self._watchers.pop(message.id)
-                report()
-
-
-def _join(thread: threading.Thread | None, seconds: float) -> bool:
-    """Wait for a thread other than the current one; return whether it ended within `seconds`."""
-    if thread is None or thread is threading.current_thread():
-        return True
-    thread.join(seconds)
-    return not thread.is_alive()
 
 
 class _UnusableGroup:

@@ -26,6 +26,7 @@ from torch.futures import Future
 
 from phalanx import _native
 from phalanx.backend import deadlock_detector, membership
+from phalanx.backend.threads import CollectiveThread, MessageThread
 from phalanx.errors import PhalanxError
 
 Tensors = list[torch.Tensor]
@@ -201,7 +202,7 @@ class PendingWork(Work):
 
 
 class CollectiveWork(PendingWork):
-    """A collective that runs in the group's thread.
+    """A collective that runs in the group's thread, or has been deferred.
 
     Args:
         run: Runs the operation to its end in that thread, or raises.
@@ -209,6 +210,7 @@ class CollectiveWork(PendingWork):
         group: The group.
         wait_error: Returns the error of a wait that timed out before the operation ended. Its
             arguments are the timeout in seconds, and whether the operation has begun.
+        thread: The group's thread.
     """
 
     def __init__(
@@ -217,12 +219,23 @@ class CollectiveWork(PendingWork):
         outputs: Tensors,
         group: _native.Group,
         wait_error: Callable[[float, bool], PhalanxError],
+        thread: CollectiveThread,
     ) -> None:
         super().__init__(outputs)
         self._group = group
+        self._thread = thread
         self._done_event: threading.Event = threading.Event()
         self._run: Callable[[], None] | None = run
         self._wait_error: Callable[[float, bool], PhalanxError] | None = wait_error
+
+    def is_completed(self) -> bool:
+        """Return whether the operation has ended; it does so without a wait."""
+        if not self._is_done:
+            self._thread.hand_over()
+        return self._is_done
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
 
     def execute(self) -> None:
         """Run the operation in the current thread, that of the group or of the caller."""
@@ -243,6 +256,7 @@ class CollectiveWork(PendingWork):
         The operation's own deadline ends it and breaks the group. As on Gloo, `timeout` only ends
         this wait, with a `CollectiveTimeout` that names the missing ranks; the operation continues.
         """
+        self._thread.hand_over()
         wait_error, seconds = self._wait_error, timeout_seconds(timeout, 0.0)
         if not self._done_event.wait(seconds or _SHORT_SECONDS):
             if seconds and wait_error is not None:
@@ -254,6 +268,7 @@ class CollectiveWork(PendingWork):
         return True
 
     def _wait_until_done(self) -> None:
+        self._thread.hand_over()
         if not self._done_event.wait(_SHORT_SECONDS):
             self._wait_long()
         if self._error is not None:
@@ -311,7 +326,7 @@ class MessageWork(PendingWork):
         group: _native.Group,
         on_done: Callable[[_native.Status | None, float], BaseException | None],
         outputs: Tensors,
-        thread: membership.MessageThread,
+        thread: MessageThread,
         timeout: float,
     ) -> None:
         super().__init__(outputs)

@@ -8,8 +8,10 @@ host. Every rank does this for the same buckets in the same order.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,6 +97,7 @@ class _SharedMemoryReducer:
             memory.shared(part.start, part.end, part.dtype)
             for part in layout.slices(topology.local_rank)
         ]
+        self._reductions = [self._make_reductions(bucket) for bucket in range(len(layout.buckets))]
         self._local_works: deque[tuple[int, list[Any]]] = deque()
         self._rail_works: deque[tuple[int, Any]] = deque()
 
@@ -109,28 +112,25 @@ class _SharedMemoryReducer:
         return True
 
     def launch(self, bucket: int) -> None:
-        topology, buffer = self._topology, self._buffers[bucket]
-        if topology.local_size > topology.owners_per_host:
-            works = [
-                dist.reduce(
-                    part, group=topology.host_group, group_dst=owner, async_op=self._concurrent
-                )
-                for owner, part in enumerate(buffer.chunk(topology.owners_per_host))
-            ]
-        else:
-            op = dist.ReduceOp.AVG if topology.host_count == 1 else dist.ReduceOp.SUM
-            works = [
-                reduce_scatter_single(
-                    self._own_slices[bucket],
-                    buffer,
-                    op=op,
-                    group=topology.host_group,
-                    async_op=self._concurrent,
-                )
-            ]
+        works = [run() for run in self._reductions[bucket]]
         self._local_works.append((bucket, [work for work in works if work is not None]))
         if not self._concurrent:
             self._complete_local()
+
+    def _make_reductions(self, bucket: int) -> list[Callable[[], Any]]:
+        """Return the operations that reduce a bucket on this host; concurrent ones return works."""
+        topology, buffer = self._topology, self._buffers[bucket]
+        options: dict[str, Any] = {"group": topology.host_group}
+        make: Callable[..., Callable[[], Any]] = phalanx.prepare
+        if self._concurrent:
+            make, options["async_op"] = functools.partial, True
+        if topology.local_size > topology.owners_per_host:
+            return [
+                make(dist.reduce, part, group_dst=owner, **options)
+                for owner, part in enumerate(buffer.chunk(topology.owners_per_host))
+            ]
+        op = dist.ReduceOp.AVG if topology.host_count == 1 else dist.ReduceOp.SUM
+        return [make(reduce_scatter_single, self._own_slices[bucket], buffer, op=op, **options)]
 
     def finish(self) -> None:
         while self._local_works:
