@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -90,6 +91,56 @@ def not_completed_before_the_peer_enters() -> None:
 
 def test_a_work_is_not_completed_before_the_peer_enters(ranks: RankServer) -> None:
     ranks.run(2, not_completed_before_the_peer_enters)
+
+
+def start_in_backward(kind: str) -> None:
+    """Start an all_reduce in a backward pass of rank 0, which sends the others a message then."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    native: Any = dist.group.WORLD
+    if rank != 0:
+        dist.recv(torch.zeros(1), 0)
+        dist.all_reduce(reduced := torch.ones(100))
+        assert (reduced == size).all()
+        dist.barrier()
+        return
+    threads: list[threading.Thread] = []
+    works: list[dist.Work] = []
+    reduced = torch.ones(100)
+
+    def start(_gradient: torch.Tensor) -> None:
+        work = dist.all_reduce(reduced, async_op=True)
+        assert work is not None
+        works.append(work)
+        work.get_future().then(lambda _: threads.append(threading.current_thread()))
+        assert native._membership.pending == 1
+        for peer in range(1, size):
+            dist.send(torch.zeros(1), peer)
+        if kind == "wait":
+            work.wait()
+        elif kind == "poll":
+            deadline = time.monotonic() + 60
+            while not work.is_completed():
+                assert time.monotonic() < deadline
+        elif kind == "fail":
+            raise ZeroDivisionError
+
+    values = torch.ones(3, requires_grad=True)
+    values.register_hook(start)
+    with pytest.raises(ZeroDivisionError) if kind == "fail" else contextlib.nullcontext():
+        values.sum().backward()
+    if kind == "end":
+        assert works[0].is_completed()
+        assert threads == [threading.main_thread()]
+    dist.barrier()
+    works[0].wait()
+    assert (reduced == size).all()
+    assert kind == "end" or threads != [threading.main_thread()]
+
+
+@pytest.mark.parametrize("kind", ["end", "wait", "poll", "fail"])
+def test_small_operations_of_a_backward_pass(ranks: RankServer, kind: str) -> None:
+    """They run at its end in its thread, unless something waits for them before."""
+    ranks.run(3, start_in_backward, kind)
 
 
 def enter_last(kind: str) -> None:

@@ -1,9 +1,11 @@
-"""The thread of a group: calls complete in the order of submission."""
+"""The thread of a group: calls complete in the order of submission, deferred ones too."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+import pytest
 
 from phalanx import _native
 from phalanx.backend.threads import CollectiveThread
@@ -66,3 +68,121 @@ def test_a_call_may_release_the_membership() -> None:
 
 def stop_soon(thread: CollectiveThread) -> None:
     assert not thread.stop(0.01)
+
+
+@pytest.fixture
+def thread() -> Iterator[CollectiveThread]:
+    state = State(object(), LIMIT)
+    thread = CollectiveThread("test", state)
+    yield thread
+    assert thread.stop(LIMIT)
+    assert state.pending == 0
+
+
+class Log:
+    """What calls have run, in which threads."""
+
+    def __init__(self) -> None:
+        self.order: list[tuple[str, bool]] = []
+
+    def call(self, name: str) -> Callable[[], None]:
+        """Return a call that logs its name, and whether this thread runs it."""
+        here = threading.current_thread()
+        return lambda: self.order.append((name, threading.current_thread() is here))
+
+
+def wait_for_queue(thread: CollectiveThread) -> None:
+    """Wait until the thread has run all that it was given, without giving it a call."""
+    done = threading.Event()
+    while thread._state().pending:
+        done.wait(0.001)
+
+
+def test_a_call_submitted_within_a_submitted_one(thread: CollectiveThread) -> None:
+    """The outer one waits for a call that the inner one has already run."""
+    order: list[str] = []
+    start = threading.Event()
+
+    def first() -> None:
+        assert start.wait(LIMIT)
+        thread.submit(lambda: order.append("third"))
+        order.append("first")
+
+    def second() -> None:
+        thread.submit(lambda: order.append("fourth"))
+        order.append("second")
+
+    thread.submit(first)
+    thread.submit(second)
+    start.set()
+    thread.drain()
+    assert order == ["third", "fourth", "second", "first"]
+
+
+def test_deferred_calls_run_where_it_is_asked_for(thread: CollectiveThread) -> None:
+    log = Log()
+    assert thread.defer(log.call("first"))
+    assert thread.defer(log.call("second"))
+    thread.run_deferred()
+    thread.run_deferred()
+    assert log.order == [("first", True), ("second", True)]
+
+
+@pytest.mark.parametrize("reason", ["submitted", "asked", "forgotten"])
+def test_deferred_calls_run_in_the_thread_if_need_be(thread: CollectiveThread, reason: str) -> None:
+    """They run there before a later call, if something waits for them, or else soon."""
+    log = Log()
+    expected = [("first", False), ("second", False)]
+    assert thread.defer(log.call("first"))
+    assert thread.defer(log.call("second"))
+    if reason == "submitted":
+        thread.submit(log.call("third"))
+        expected.append(("third", False))
+    elif reason == "asked":
+        thread.hand_over()
+    wait_for_queue(thread)
+    thread.run_deferred()
+    assert log.order == expected
+
+
+def test_a_call_is_not_deferred_behind_others(thread: CollectiveThread) -> None:
+    start, log = threading.Event(), Log()
+    thread.submit(lambda: start.wait(LIMIT) and None)
+    assert not thread.defer(log.call("deferred"))
+    start.set()
+    thread.drain()
+    assert log.order == []
+
+
+def test_calls_that_come_while_deferred_ones_run(thread: CollectiveThread) -> None:
+    """They run after those, in the same thread; one of that thread has ended on return."""
+    log = Log()
+    after = log.call("other"), log.call("own")
+
+    def submit_others() -> None:
+        other = threading.Thread(target=thread.submit, args=(after[0],))
+        other.start()
+        other.join(LIMIT)
+        thread.submit(after[1])
+        log.call("first")()
+
+    assert thread.defer(submit_others)
+    assert thread.defer(log.call("second"))
+    thread.run_deferred()
+    assert [name for name, _ in log.order] == ["second", "other", "own", "first"]
+    assert all(is_here for _, is_here in log.order)
+
+
+def test_an_interrupt_between_deferred_calls(thread: CollectiveThread) -> None:
+    """The thread runs what is left."""
+    log = Log()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    assert thread.defer(interrupt)
+    assert thread.defer(log.call("second"))
+    with pytest.raises(KeyboardInterrupt):
+        thread.run_deferred()
+    wait_for_queue(thread)
+    assert log.order == [("second", False)]

@@ -171,7 +171,7 @@ class CollectiveExecutor:
         """Leave an operation to the end of the current backward pass; False if there is none.
 
         DDP waits for it there. The caller's own thread then runs it, unless anything waits for it
-        before. Not in the callbacks at the end of the pass, in which DDP may wait at once.
+        before, or the end is far. Not in the callbacks at the end, in which DDP may wait at once.
         """
         thread = self._membership.collective_thread
         if (

@@ -6,11 +6,13 @@ which could hang a script that did not leave the group. `stop` ends them in orde
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from phalanx import _native
@@ -19,11 +21,19 @@ if TYPE_CHECKING:
     from phalanx.hierarchical.messages import RemoteMessage
 
 
+_DEFERRAL_SECONDS = 0.01
+"""The time for which a call stays deferred, in seconds."""
+_WATCH_SECONDS = 1.0
+"""The time after the last deferred call for which the thread expects more of them, in seconds."""
+
+
 class CollectiveThread:
     """A queue of asynchronous collectives, and the thread that runs them in the order of calls.
 
     The thread that runs queued calls, until there are none, is the *runner*. It is the group's own
-    thread, unless calls were only deferred: then it is the one that calls `run_deferred`.
+    thread, unless calls were only deferred: then it is the one that calls `run_deferred`. If none
+    does so soon, the group's thread takes over, since something may wait for a deferred call in a
+    way that is not seen here. For that it wakes at intervals while calls are being deferred.
 
     Args:
         name: The name of the thread.
@@ -40,6 +50,8 @@ class CollectiveThread:
         self._queued_count = 0
         self._begun_count = 0
         self._deferred_count = 0
+        self._deferred_at = self._last_deferred_at = 0.0  # of the first and last of these
+        self._is_watched = False
         self._runner: threading.Thread | None = None
         self._wake_ups: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -53,20 +65,27 @@ class CollectiveThread:
         with self._lock:
             number = self._queue(call)
             if self._runner is None:
+                self._deferred_count = 0
                 self._wake()
         if self._runner is threading.current_thread():
             self._run_up_to(number)
 
     def defer(self, call: Callable[[], None]) -> bool:
-        """Queue a call for `run_deferred`, without waking the thread.
+        """Queue a call for `run_deferred`, without waking the thread if it is watching.
 
         Returns False, and does nothing, if calls are queued that do not wait for it.
         """
         with self._lock:
             if self._runner is not None or len(self._calls) != self._deferred_count:
                 return False
-            self._queue(call)
+            self._last_deferred_at = time.monotonic()
+            if not self._deferred_count:
+                self._deferred_at = self._last_deferred_at
             self._deferred_count += 1
+            self._queue(call)
+            if not self._is_watched:
+                self._is_watched = True
+                self._wake()
             return True
 
     def run_deferred(self) -> None:
@@ -79,6 +98,7 @@ class CollectiveThread:
         if self._deferred_count:
             with self._lock:
                 if self._deferred_count:
+                    self._deferred_count = 0
                     self._wake()
 
     def is_current(self) -> bool:
@@ -107,15 +127,24 @@ class CollectiveThread:
         return self._queued_count
 
     def _wake(self) -> None:
-        self._deferred_count = 0
         self._wake_ups.put(True)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
 
     def _run(self) -> None:
-        while self._wake_ups.get():
-            self._run_all()
+        timeout: float | None = None
+        while True:
+            with contextlib.suppress(Empty):
+                if not self._wake_ups.get(timeout=timeout):
+                    return
+            with self._lock:
+                now = time.monotonic()
+                is_due = not self._deferred_count or now - self._deferred_at >= _DEFERRAL_SECONDS
+                self._is_watched = now - self._last_deferred_at < _WATCH_SECONDS
+                timeout = _DEFERRAL_SECONDS if self._is_watched else None
+            if is_due:
+                self._run_all()
 
     def _run_all(self) -> None:
         with self._lock:
