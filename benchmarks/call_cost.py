@@ -1,17 +1,18 @@
 """The cost of a call, beside that of a group that does nothing: `python benchmarks/call_cost.py`.
 
 One rank calls `dist.all_reduce` with 4 B, in turns on a group of Phalanx and on a group in Python
-whose method returns at once. With no peers to wait for, the difference is the cost of Phalanx.
+whose method returns at once. With no peers to wait for, the difference is the cost of Phalanx. The
+same operation prepared runs on that group and on one without a flight recorder.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+import phalanx
+from phalanx import _native
 from phalanx.backend.work import FinishedWork
 from phalanx.bench.machine import machine, versions
 
@@ -35,12 +38,35 @@ class IdleGroup(dist.ProcessGroup):
         return self._work
 
 
-def microseconds(group: Any, tensor: torch.Tensor, calls: int) -> float:
+def time_plain(group: Any, tensor: torch.Tensor, calls: int) -> float:
     all_reduce = dist.all_reduce
     start = time.perf_counter()
     for _ in range(calls):
         all_reduce(tensor, group=group)
     return (time.perf_counter() - start) / calls * 1e6
+
+
+def time_prepared(group: Any, tensor: torch.Tensor, calls: int) -> float:
+    all_reduce = phalanx.prepare(dist.all_reduce, tensor, group=group)
+    start = time.perf_counter()
+    for _ in range(calls):
+        all_reduce()
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def form_groups() -> dict[str, tuple[Callable[..., float], Any]]:
+    """Form the groups; return how each is timed."""
+    recorded = dist.group.WORLD
+    idle = IdleGroup()
+    c10d._world.pg_group_ranks[idle] = {0: 0}
+    _native.detach_flight_recorder()
+    unrecorded = dist.new_group([0])
+    return {
+        "phalanx": (time_plain, recorded),
+        "idle group": (time_plain, idle),
+        "prepared": (time_prepared, recorded),
+        "prepared, without a recorder": (time_prepared, unrecorded),
+    }
 
 
 def main() -> None:
@@ -49,25 +75,23 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=20_000, help="per round")
     parser.add_argument("--output", type=Path, help="a JSON file for the results")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        store = f"file://{os.path.join(directory, 'store')}"
-        dist.init_process_group("phalanx", init_method=store, rank=0, world_size=1)
-        idle = IdleGroup()
-        c10d._world.pg_group_ranks[idle] = {0: 0}
-        groups = {"phalanx": dist.group.WORLD, "idle group": idle}
-        times: dict[str, list[float]] = {name: [] for name in groups}
+    times: dict[str, list[float]] = defaultdict(list)
+    with phalanx.init():
+        ways = form_groups()
         for number in range(-1, options.rounds):  # the first round fills the caches
-            for name, group in groups.items():
-                passed = microseconds(group, torch.ones(1), options.calls)
+            for name, (measure, group) in ways.items():
+                passed = measure(group, torch.ones(1), options.calls)
                 if number >= 0:
                     times[name].append(passed)
-        dist.destroy_process_group()
     for name, values in times.items():
         lower, median, upper = statistics.quantiles(values, n=4)
-        print(f"{name}: {median:.2f} us per call (quartiles {lower:.2f} and {upper:.2f})")
+        print(f"{name}: {median:.3f} us per call (quartiles {lower:.3f} and {upper:.3f})")
     pairs = zip(times["phalanx"], times["idle group"], strict=True)
     lower, ratio, upper = statistics.quantiles([ours / idle for ours, idle in pairs], n=4)
     print(f"{ratio:.2f} times the idle group (quartiles {lower:.2f} and {upper:.2f})")
+    pairs = zip(times["prepared"], times["prepared, without a recorder"], strict=True)
+    recorder = statistics.quantiles([(one - other) * 1e3 for one, other in pairs], n=4)
+    print("the recorder: {1:.0f} ns (quartiles {0:.0f} and {2:.0f})".format(*recorder))
     if options.output:
         record = {
             "machine": machine(),
@@ -76,6 +100,7 @@ def main() -> None:
             "calls": options.calls,
             "microseconds": {name: [round(t, 3) for t in each] for name, each in times.items()},
             "ratio": [round(each, 3) for each in (lower, ratio, upper)],
+            "recorder_ns": [round(each, 1) for each in recorder],
         }
         options.output.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -80,7 +80,7 @@ def thread() -> Iterator[CollectiveThread]:
 
 
 class Log:
-    """What calls have run, in which threads."""
+    """The calls that have run, and whether in the thread that made them."""
 
     def __init__(self) -> None:
         self.order: list[tuple[str, bool]] = []
