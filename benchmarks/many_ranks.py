@@ -1,0 +1,241 @@
+"""Cache lines that cross caches, nodes and sockets, for many ranks on a host: a simulation.
+
+    python benchmarks/many_ranks.py [--output FILE]
+
+No machine with many cores is at hand, so this counts instead of measuring. Ranks fill the cores of
+published machines in order. Collectives are played as reads and writes of cache lines, once as the
+core does them today (*flat*: every rank looks at every other), once over a *tree* of the machine:
+ranks that share a cache first, then the caches of a node, the nodes of a socket, the sockets. For
+every read the simulation finds the nearest cache that holds the line, and counts by the boundary
+between them. A write leaves the line in the writer's cache alone.
+
+The model has one cache per group of cores that share their last level, large enough for the chunk
+in progress; the private caches within it are not modelled. Rings and entries are reused as in the
+core, and the figures are those of a collective after some others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+BOUNDARIES = ("cache", "node", "socket")
+LINE = 64
+WAYS = ("flat", "tree")
+ENTRIES = 4  # of a rank, used in turns (kEntries)
+DATA = 1024  # bytes of the all-reduce of which every rank reads all data
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine: sockets of nodes of caches of cores."""
+
+    name: str
+    sockets: int
+    nodes: int  # per socket
+    caches: int  # per node
+    cores: int  # per cache
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """Return the socket, the node and the cache of a rank, each counted over the machine."""
+        cache = rank // self.cores
+        node = cache // self.caches
+        return node // self.nodes, node, cache
+
+    @property
+    def size(self) -> int:
+        """The number of cores."""
+        return self.sockets * self.nodes * self.caches * self.cores
+
+
+# From the vendors' data sheets: cores per last-level cache, and nodes per socket as configured.
+MACHINES = (
+    Machine("2 x EPYC 7763 (Milan), NPS1", 2, 1, 8, 8),
+    Machine("2 x EPYC 9654 (Genoa), NPS4", 2, 4, 3, 8),
+    Machine("2 x EPYC 9754 (Bergamo), NPS1", 2, 1, 16, 8),
+    Machine("2 x Xeon 8480+ (Sapphire Rapids)", 2, 1, 1, 56),
+    Machine("2 x Altra Max M128", 2, 1, 1, 128),
+)
+
+
+class Memory:
+    """The caches that hold each line, and the lines that have crossed each boundary."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._holders: dict[Hashable, set[tuple[int, int, int]]] = {}
+        self.crossed: Counter[int] = Counter()
+
+    def read(self, rank: int, line: Hashable) -> None:
+        """Have a rank read a line, from the nearest cache that holds it."""
+        place = self._machine.place(rank)
+        holders = self._holders.setdefault(line, {place})
+        if place in holders:
+            return
+        self.crossed[min(_boundary(place, each) for each in holders)] += 1
+        holders.add(place)
+
+    def write(self, rank: int, line: Hashable) -> None:
+        """Have a rank write a line, of which no other cache keeps a copy."""
+        self._holders[line] = {self._machine.place(rank)}
+
+
+def _boundary(one: tuple[int, int, int], other: tuple[int, int, int]) -> int:
+    """Return the index of the outermost boundary between two places."""
+    return 2 if one[0] != other[0] else 1 if one[1] != other[1] else 0
+
+
+class Play:
+    """The accesses of ranks in a sequence of collectives."""
+
+    def __init__(self, machine: Machine, ranks: int) -> None:
+        self.memory = Memory(machine)
+        self.ranks = range(ranks)
+        self.number = 0
+        self._groups = [
+            [list(group) for _, group in itertools.groupby(self.ranks, key=key)]
+            for key in (
+                lambda rank: machine.place(rank)[2],
+                lambda rank: machine.place(rank)[1],
+                lambda rank: machine.place(rank)[0],
+                lambda _rank: 0,
+            )
+        ]
+
+    def _tree(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield the groups of each level, from below: the lowest ranks of the groups below."""
+        leaders = set(self.ranks)
+        for depth, groups in enumerate(self._groups):
+            level = [[rank for rank in group if rank in leaders] for group in groups]
+            leaders = {group[0] for group in level}
+            yield from ((depth, group) for group in level if len(group) > 1)
+
+    def meet(self, lines: int, *, tree: bool) -> None:
+        """Every rank publishes an entry and `lines` of data, and gets the result of all."""
+        self.number += 1
+        if not tree:
+            for rank in self.ranks:
+                self._publish("entry", rank, lines)
+            for rank, peer in itertools.product(self.ranks, self.ranks):
+                self._take("entry", rank, peer, lines)
+            return
+        for depth, group in self._tree():
+            for rank in group[1:]:
+                self._publish(("up", depth), rank, lines)
+                self._take(("up", depth), group[0], rank, lines)
+        self._pass_down(lines)
+
+    def broadcast(self, lines: int, *, tree: bool) -> None:
+        """Rank 0 publishes an entry and `lines` of data, which all others read."""
+        self.number += 1
+        if tree:
+            self._pass_down(lines)
+            return
+        self._publish("entry", 0, lines)
+        for rank in self.ranks[1:]:
+            self._take("entry", rank, 0, lines)
+
+    def _pass_down(self, lines: int) -> None:
+        for depth, group in reversed(list(self._tree())):
+            self._publish(("down", depth), group[0], lines)
+            for rank in group[1:]:
+                self._take(("down", depth), rank, group[0], lines)
+
+    def reduce_slices(self, *, tree: bool) -> None:
+        """The large all-reduce, of a chunk with a slice of one line for each rank."""
+        self.number += 1
+        caches = self._groups[0]
+        members = min(len(group) for group in caches)
+        if not tree or len(caches) == 1 or members == 1:
+            caches = [list(self.ranks)]
+            members = len(self.ranks)
+        slices = range(len(self.ranks))
+        for rank, part in itertools.product(self.ranks, slices):
+            self._write_slice("staged", rank, part)
+        # Within each cache, its ranks sum what they have; each owns an equal share of the slices.
+        for group, part in itertools.product(caches, slices):
+            owner = group[part % members]
+            for rank in group:
+                self._read_slice("staged", owner, rank, part)
+            self._write_slice("partial", owner, part)
+        # Then the owners of a slice sum over the caches, each an equal share again.
+        for part in slices:
+            owners = [group[part % members] for group in caches]
+            last = owners[part // members % len(owners)]
+            for owner in owners:
+                self._read_slice("partial", last, owner, part)
+            self._write_slice("result", last, part)
+            for rank in self.ranks:
+                self._read_slice("result", rank, last, part)
+
+    def _publish(self, kind: Hashable, rank: int, lines: int) -> None:
+        for line in range(lines + 1):
+            self.memory.write(rank, (kind, rank, self.number % ENTRIES, line))
+
+    def _take(self, kind: Hashable, rank: int, peer: int, lines: int) -> None:
+        for line in range(lines + 1):
+            self.memory.read(rank, (kind, peer, self.number % ENTRIES, line))
+
+    def _write_slice(self, kind: str, rank: int, part: int) -> None:
+        self.memory.write(rank, (kind, rank, part))
+
+    def _read_slice(self, kind: str, rank: int, peer: int, part: int) -> None:
+        self.memory.read(rank, (kind, peer, part))
+
+
+COLLECTIVES: dict[str, Callable[[Play, bool], None]] = {
+    "barrier, all_reduce 4 B": lambda play, tree: play.meet(0, tree=tree),
+    "all_reduce 1 KiB": lambda play, tree: play.meet(DATA // LINE, tree=tree),
+    "broadcast 1 KiB": lambda play, tree: play.broadcast(DATA // LINE, tree=tree),
+    "all_reduce, large": lambda play, tree: play.reduce_slices(tree=tree),
+}
+
+
+def count(machine: Machine, ranks: int, collective: str, *, tree: bool) -> list[float]:
+    """Return the lines that cross each boundary; for large data per line of a rank's tensor."""
+    play = Play(machine, ranks)
+    run = COLLECTIVES[collective]
+    for _ in range(ENTRIES + 1):
+        run(play, tree)
+    play.memory.crossed.clear()
+    run(play, tree)
+    scale = ranks if "large" in collective else 1
+    return [play.memory.crossed[index] / scale for index in range(len(BOUNDARIES))]
+
+
+def sizes(machine: Machine) -> Sequence[int]:
+    return [ranks for ranks in (8, 16, 32, 64, 128, 256) if ranks <= machine.size]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--output", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    console = Console()
+    rows = []
+    for machine, collective in itertools.product(MACHINES, COLLECTIVES):
+        table = Table(title=f"{machine.name}: {collective}", title_justify="left")
+        for column in ("ranks", *(f"{way}, {each}" for each in BOUNDARIES for way in WAYS)):
+            table.add_column(column, justify="right")
+        for ranks in sizes(machine):
+            figures = {way: count(machine, ranks, collective, tree=way == "tree") for way in WAYS}
+            rows.append(
+                {"machine": machine.name, "collective": collective, "ranks": ranks, **figures}
+            )
+            cells = (f"{figures[way][index]:,.4g}" for index in range(3) for way in WAYS)
+            table.add_row(str(ranks), *cells)
+        console.print(table)
+    if options.output:
+        options.output.write_text(json.dumps({"boundaries": BOUNDARIES, "rows": rows}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
