@@ -1,10 +1,11 @@
 """The backend "phalanx" of `torch.distributed`.
 
 `process_group` has the class of the groups, with the methods that PyTorch calls. A group consists
-of three parts: the membership of this rank with the group's threads (`membership`), an executor of
-collectives (`execution`), and messages (`messages`). The methods check arguments (`collectives`,
-`operands`, `options`). Before most of them stands a native method, which runs blocking operations
-on plain tensors at once (`direct_calls`). The parts run each operation in the caller's thread, or
+of three parts: the membership of this rank (`membership`) with the group's threads (`threads`), an
+executor of collectives (`execution`), and messages (`messages`). The methods check arguments
+(`collectives`, `operands`, `options`). Before most of them stands a native method, which runs
+blocking operations on plain tensors at once (`direct_calls`), or keeps them for many runs
+(`prepared`). The parts run each operation in the caller's thread, or
 in the group's threads with a work and its futures (`work`). `cuda` handles CUDA tensors.
 `instrumentation` shows operations to PyTorch's profiler and to dispatch modes.
 
