@@ -232,6 +232,18 @@ TEST(actions_of_a_peer_before_its_end_count) {
   CHECK(status.ok());
 }
 
+// With many peers, or under a sanitizer, a check takes as long as a preemption would.
+TEST(slow_checks_do_not_prolong_a_spin) {
+  SpinPolicy spin_policy(1);
+  const auto end = Clock::now() + 30s;
+  const auto slow = [&] {
+    const auto until = Clock::now() + 5us;
+    while (Clock::now() < until) cpu_relax();
+    return until > end;
+  };
+  CHECK(!spin_policy.spin(slow));
+}
+
 TEST(the_caller_can_interrupt_a_wait) {
   Event event{};
   SpinPolicy spin_policy(2);

@@ -133,8 +133,10 @@ class SpinPolicy {
   Clock::duration last_wait() const { return last_wait_; }
 
  private:
-  // A check takes this long only if the thread was preempted.
+  // Checks take this long if the thread was preempted. That happens a few times in a spin, which is
+  // not longer than two time slices; more such delays are due to `ready`.
   static constexpr Clock::duration kPreempted = std::chrono::microseconds(30);
+  static constexpr int kMostPreemptions = 4;
 
   static void yield();
   Clock::duration spin_limit() const;
@@ -183,13 +185,14 @@ bool SpinPolicy::spin(Ready&& ready) {
   }
   const auto start = Clock::now();
   auto limit = start + spin_limit();
+  int preemptions = 0;
   for (auto now = start, before = start; now < limit; before = now, now = Clock::now()) {
     if (look_briefly(ready)) {
       return true;
     }
     if (oversubscribed_) {
       yield();
-    } else if (now - before > kPreempted) {
+    } else if (now - before > kPreempted && ++preemptions <= kMostPreemptions) {
       limit += now - before;  // that was no spin
     }
   }
