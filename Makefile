@@ -228,6 +228,10 @@ hosts: setup-dev ## the tests of one host's groups, on simulated hosts (HOSTS=aa
 	$(call section,Conformance between hosts)
 	@PHALANX_TEST_HOSTS=$(HOSTS) $(PYTEST) tests/conformance $(ARGS)
 
+trees: setup-dev ## the same with groups that meet over trees, as on machines with many caches
+	$(call section,Conformance over trees)
+	@PHALANX_TEST_TREES=1 $(PYTEST) tests/conformance $(ARGS)
+
 # With SOURCE, the tests of the libraries above process groups too.
 conformance: setup-dev ## PyTorch's own suite on Gloo and on Phalanx (ARGS="-k barrier --world-size 2")
 	$(call section,PyTorch's own suite)

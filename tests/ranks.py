@@ -22,9 +22,12 @@ import torch.distributed as dist
 
 from phalanx.testing import processes
 from phalanx.testing.fork_server import Outcome, Task
+from phalanx.topology import layout, places
 
 # The host of each rank, one letter per rank, repeated: runs tests of one host on several hosts.
 HOSTS = os.environ.get("PHALANX_TEST_HOSTS", "")
+# Runs them with groups that meet over trees, if it is set.
+TREES = bool(os.environ.get("PHALANX_TEST_TREES"))
 # The default time limit of the ranks of a test, in seconds: a hang is a failure.
 LIMIT = 60.0
 
@@ -154,7 +157,16 @@ class RankServer:
         return [rank.value for rank in ended]
 
 
+def place_ranks_apart() -> None:
+    """Have this rank take part in trees, as if every two ranks had a cache, every four a socket."""
+    rank = int(os.environ["RANK"])
+    places.MIN_RANKS = 3
+    layout.own_place = lambda: (rank // 4 * 4, rank // 4 * 4, rank // 2 * 2)
+
+
 def run_in_group(timeout: float, function: Callable[..., object], *arguments: object) -> object:
+    if TREES:
+        place_ranks_apart()
     dist.init_process_group(
         "phalanx",
         init_method=f"file://{os.environ['FOLDER']}/store",

@@ -9,9 +9,11 @@
 namespace phalanx::bindings {
 namespace {
 
-PyGroup make(std::unique_ptr<Segment> segment, int rank, std::uint16_t entry,
-             const Status& status) {
-  if (!segment) {
+PyGroup make(std::unique_ptr<Segment> segment, int rank, std::uint16_t entry, Status& status) {
+  if (segment) {
+    status = segment->allocate(rank);
+  }
+  if (!status.ok()) {
     raise_system_error(status.error);
   }
   return {std::make_shared<Core>(std::move(segment), rank, entry)};
@@ -39,6 +41,17 @@ void close(PyGroup& self) {
     }
     core->group.leave();
     self.core.reset();
+  }
+}
+
+void set_tree(const PyGroup& self, const std::vector<int>& parents) {
+  Group& group = self.require_core()->group;
+  if (parents.empty()) {
+    group.set_tree({});
+  } else if (parents.size() == static_cast<std::size_t>(group.ranks()) && Tree::is_valid(parents)) {
+    group.set_tree({parents, group.rank()});
+  } else {
+    throw nb::value_error("parents: expected a lower rank for each rank, and -1 for rank 0");
   }
 }
 
@@ -125,6 +138,9 @@ nb::class_<PyGroup> bind_group(nb::module_& module) {
              Group& group = self.require_core()->group;
              return to_python(group.connect(), group);
            })
+      .def("set_tree", &set_tree, nb::arg("parents"))
+      .def_prop_ro("has_tree",
+                   [](const PyGroup& self) { return !self.require_core()->group.tree().empty(); })
       .def("absent_ranks", &absent_ranks)
       .def(
           "pid", [](const PyGroup& self, int rank) { return self.require_core()->group.pid(rank); },

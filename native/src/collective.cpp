@@ -167,7 +167,7 @@ const std::byte* Collective::data(int peer) const {
 // ---- the entry ----
 
 Status Collective::enter(Peers peers, bool staged) {
-  publish(staged);
+  publish(kStepsToEnter, staged ? 0 : 1);
   if (!bounds_.runs_ahead) {
     peers = Peers::all;
   }
@@ -211,15 +211,73 @@ Status Collective::enter(Peers peers, bool staged) {
   return {};
 }
 
-void Collective::publish(bool staged) {
+Status Collective::enter_together(bool staged) {
+  if (group_.tree_.empty()) {
+    return enter(Peers::all, staged);
+  }
+  Status status = enter_tree();
+  if (status.ok()) {
+    pass_up();
+    status = await_parent();
+  }
+  if (status.ok()) {
+    pass_down(staged);
+  }
+  return status;
+}
+
+Status Collective::enter_tree() {
+  publish(kStepsToMeet, 3);
+  notify(event());
+  group_.begin_record();
+  for (const int child : group_.tree_.children()) {
+    if (const Status status = meet_neighbour(child, base_ - 2); !status.ok()) {
+      return status;
+    }
+  }
+  return {};
+}
+
+Status Collective::await_parent() {
+  const Tree& tree = group_.tree_;
+  return tree.is_root() ? Status{} : meet_neighbour(tree.parent(), base_ - 1);
+}
+
+void Collective::pass_down(bool staged) {
+  met_ = true;
+  group_.all_entered_ = group_.entries_;
+  group_.advance_to(staged ? base_ : base_ - 1);
+}
+
+Status Collective::meet_neighbour(int peer, std::uint64_t step) {
+  const auto here = [&] { return has_entered(peer); };
+  Status status;
+  if (!look_briefly(here)) {
+    status = group_.wait_for(peer, bounds_, here);
+  }
+  if (status.ok()) {
+    status = compare(peer);
+  }
+  const auto ready = [&] {
+    // Pairs with the store in Group::advance_to. What a rank below or above has published before
+    // that of its own neighbour is visible too.
+    return group_.segment_->control(peer).step.load(std::memory_order_acquire) >= step;
+  };
+  if (!status.ok() || look_briefly(ready)) {
+    return status;
+  }
+  return group_.wait_for(peer, bounds_, ready);
+}
+
+void Collective::publish(std::uint64_t steps, std::uint64_t before_base) {
   packed_ = PackedFingerprint(own_);
   group_.history_ = extend_history(group_.history_, packed_);
   for (const PackedFingerprint& part : parts_) {
     group_.history_ = extend_history(group_.history_, part);
   }
   const std::uint64_t number = ++group_.entries_;
-  base_ = group_.step_ + 2;
-  group_.step_ = staged ? base_ : base_ - 1;
+  base_ = group_.step_ + steps;
+  group_.step_ = base_ - before_base;
   RankControl& control = group_.segment_->control(self());
   Entry& mine = control.entries[number % kEntries];
   PHALANX_STEP("enter: publish the entry");
@@ -364,7 +422,7 @@ Status Group::begin_composite(const Fingerprint& own, const Bounds& bounds) {
   Collective collective(*this, own, bounds);
   Status status = collective.status();
   if (status.ok()) {
-    status = collective.enter(Peers::all);
+    status = collective.enter_together();
   }
   composite_ = status.ok();
   return status;

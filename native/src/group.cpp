@@ -137,16 +137,20 @@ Status Group::wait_steps(std::uint64_t target, const Bounds& bounds) {
 }
 
 std::vector<int> Group::ranks_behind(int rank) const {
-  const auto step_of = [this](int r) {
-    return segment_->control(r).step.load(std::memory_order_relaxed);
-  };
-  std::vector<int> behind;
-  for (int peer = 0; peer < ranks(); ++peer) {
-    if (step_of(peer) < step_of(rank)) {
-      behind.push_back(peer);
+  const auto behind = [&](const std::atomic<std::uint64_t> RankControl::* progress) {
+    const auto of = [&](int r) {
+      return (segment_->control(r).*progress).load(std::memory_order_relaxed);
+    };
+    std::vector<int> all;
+    for (int peer = 0; peer < ranks(); ++peer) {
+      if (of(peer) < of(rank)) {
+        all.push_back(peer);
+      }
     }
-  }
-  return behind;
+    return all;
+  };
+  const std::vector<int> absent = behind(&RankControl::entered);
+  return absent.empty() ? behind(&RankControl::step) : absent;
 }
 
 bool Group::is_awaited() const {
@@ -269,6 +273,19 @@ bool Group::is_lost(int peer) const {
   PHALANX_STEP("peer_status: check the presence");
   const auto presence = segment_->control(peer).presence.load(std::memory_order_seq_cst);
   return presence == Presence::failing || (ended && presence != Presence::left);
+}
+
+int Group::awaited_rank(int peer) const {
+  const auto has_entered = [this](int rank) {
+    return rank == rank_ ||
+           segment_->control(rank).entered.load(std::memory_order_relaxed) >= entries_;
+  };
+  for (int rank = 0; has_entered(peer) && rank < ranks(); ++rank) {
+    if (!has_entered(rank)) {
+      return rank;
+    }
+  }
+  return peer;
 }
 
 Status Group::status_while_waiting(int peer) {

@@ -31,10 +31,10 @@ bool valid(int ranks) { return ranks >= 1 && ranks <= kMaxRanks; }
 
 Status system_error(int error) { return Status{.code = Code::system, .error = error}; }
 
-// Allocates the pages that small collectives need.
+// Allocates the pages that small collectives need, but the small rings.
 Status prefault_entries(std::byte* base, int ranks) {
   const Offsets offsets = offsets_for(static_cast<std::size_t>(ranks));
-  Status status = prefault(base, offsets.large_rings);
+  Status status = prefault(base, offsets.small_rings);
   for (std::size_t i = 0; status.ok() && ranks == 2 && i < 2; ++i) {
     status = prefault(base + offsets.exchange + i * kExchangeBytes, kExchangeReady);
   }

@@ -65,8 +65,15 @@ struct Task {
   Path path = Path::small;
   int size = 2;
   int root = 0;
+  int fan = 0;  // the most children of a rank in the tree; 0: no tree
   std::uint64_t salt = 0;
 
+  Tree tree_of(int rank) const {
+    if (fan == 0) return {};
+    std::vector<int> parents = {-1};
+    for (int each = 1; each < size; ++each) parents.push_back((each - 1) / fan);
+    return {parents, rank};
+  }
   std::size_t count() const {
     constexpr std::size_t ring = kRingBytes / sizeof(std::uint64_t);
     const bool message = operation == Operation::messages || operation == Operation::served;

@@ -182,6 +182,7 @@ class Rank {
     const Resources before = Resources::now();
     {
       Group group(Segment::open(owner, descriptor, case_.task.size, nonce, status), self_);
+      group.set_tree(case_.task.tree_of(self_));
       Mailbox mailbox(group);
       state_.present.store(true);
       state_.ready =

@@ -42,9 +42,9 @@ inline std::string text_of(const Case& c) {
   std::ostringstream out;
   out << kOperationNames[static_cast<std::size_t>(c.task.operation)] << ' '
       << kPathNames[static_cast<std::size_t>(c.task.path)] << ' ' << c.task.size << ' '
-      << c.task.root << ' ' << c.task.salt << ' ' << c.victim << ' ' << c.fatal << ' ' << c.second
-      << ' ' << c.second_fatal << ' ' << kOrderNames[static_cast<std::size_t>(c.order)] << ' '
-      << c.yields << ' ' << c.every_word;
+      << c.task.root << ' ' << c.task.fan << ' ' << c.task.salt << ' ' << c.victim << ' ' << c.fatal
+      << ' ' << c.second << ' ' << c.second_fatal << ' '
+      << kOrderNames[static_cast<std::size_t>(c.order)] << ' ' << c.yields << ' ' << c.every_word;
   return out.str();
 }
 
@@ -62,8 +62,8 @@ inline Case case_of(const std::string& text) {
   std::istringstream in(text);
   std::string what, path, order;
   Case c;
-  in >> what >> path >> c.task.size >> c.task.root >> c.task.salt >> c.victim >> c.fatal >>
-      c.second >> c.second_fatal >> order >> c.yields >> c.every_word;
+  in >> what >> path >> c.task.size >> c.task.root >> c.task.fan >> c.task.salt >> c.victim >>
+      c.fatal >> c.second >> c.second_fatal >> order >> c.yields >> c.every_word;
   find(kOperationNames, what, c.task.operation);
   find(kPathNames, path, c.task.path);
   find(kOrderNames, order, c.order);

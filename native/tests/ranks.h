@@ -128,6 +128,19 @@ bool eventually(Ready&& ready) {
   return true;
 }
 
+// The parents of a random tree, from a chain to a star; empty for a flat group.
+inline std::vector<int> random_tree(int size, Random& random) {
+  std::vector<int> parents;
+  if (size > 2 && !random.one_in(3)) {
+    const std::size_t reach = 1 + random.below(static_cast<std::size_t>(size));
+    for (int rank = 0; rank < size; ++rank) {
+      const std::size_t choices = std::min(static_cast<std::size_t>(rank), reach);
+      parents.push_back(rank == 0 ? -1 : rank - 1 - static_cast<int>(random.below(choices)));
+    }
+  }
+  return parents;
+}
+
 enum class Mapping { same, own };
 
 // The context of a rank's thread.
@@ -199,6 +212,9 @@ inline void run(int size, const Body& body, Mapping mapping = Mapping::same,
   if (!CHECK(owner != nullptr)) {
     return;
   }
+  static std::uint64_t runs = 0;
+  Random random(2'000 + runs++);
+  const std::vector<int> tree = random_tree(size, random);
   std::barrier<> together(size);
   std::barrier<> ended(size + 1);
   std::vector<std::thread> threads;
@@ -208,6 +224,7 @@ inline void run(int size, const Body& body, Mapping mapping = Mapping::same,
       Mailbox mailbox(group);
       together.arrive_and_wait();
       CHECK(group.connect().ok());
+      if (!tree.empty()) group.set_tree(Tree(tree, self));
       Rank rank{group, mailbox, together, Random(static_cast<std::uint64_t>(self)), self, size};
       body(rank);
       group.leave();

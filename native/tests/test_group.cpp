@@ -34,9 +34,15 @@ class Statuses {
   std::vector<Status> all_;
 };
 
-void sleepers_on_rank(Rank& rank, int on, std::uint32_t count) {
-  Event& event = rank.group.segment().control(on).step_event;
-  CHECK(ranks::eventually([&] { return event.sleepers.load() >= count; }));
+// Waits until all other ranks sleep.
+void others_sleep(Rank& rank) {
+  CHECK(ranks::eventually([&] {
+    std::uint32_t asleep = 0;
+    for (int each = 0; each < rank.size; ++each) {
+      asleep += rank.group.segment().control(each).step_event.sleepers.load() & ~kLocked;
+    }
+    return asleep >= static_cast<std::uint32_t>(rank.size - 1);
+  }));
 }
 
 // Runs all operations on a broken group: each returns `code` at once.
@@ -160,7 +166,7 @@ TEST(abort_wakes_sleeping_ranks) {
     Statuses statuses(size);
     ranks::run(size, [&](Rank& rank) {
       if (rank.self == 0) {
-        sleepers_on_rank(rank, 0, static_cast<std::uint32_t>(size - 1));
+        others_sleep(rank);
         const auto tickets = [&rank] {
           std::vector<std::uint32_t> all;
           for (int each = 0; each < rank.size; ++each) {
@@ -309,7 +315,7 @@ TEST(waiting_for_a_rank_that_left_fails) {
       ranks::run(size, [&](Rank& rank) {
         CHECK(barrier(rank.group, within()).ok());
         if (rank.self == 0) {
-          if (asleep) sleepers_on_rank(rank, 0, static_cast<std::uint32_t>(size - 1));
+          if (asleep) others_sleep(rank);
           rank.group.leave();
           rank.group.leave();  // a second call does nothing
           statuses[0] = {.code = Code::left};

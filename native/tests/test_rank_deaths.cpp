@@ -43,6 +43,11 @@ std::vector<Case> exhaustive_cases(const Options& options) {
           c.victim = victim;
           c.every_word = options.all;
           all.push_back(c);
+          if (size == 3 && path == Path::small && collective(c.task.operation)) {
+            c.task.fan = 1;  // a chain: each rank has another part in it
+            all.push_back(c);
+            c.task.fan = 0;
+          }
           if (!options.all && victim != number % size) continue;
           for (int second = 0; size == 3 && second < size; ++second) {
             if (second == victim) continue;
@@ -66,6 +71,7 @@ Case random_case(std::uint64_t seed) {
   } while (!has_path(c.task.operation, c.task.path));
   c.task.size = 2 + below(kMaxRanksOfACase - 1);
   c.task.root = below(c.task.size);
+  c.task.fan = c.task.size > 2 ? below(3) : 0;
   c.task.salt = seed;
   c.victim = below(c.task.size);
   const int most = c.task.path == Path::small ? 50 : 200;

@@ -410,6 +410,15 @@ class Group:
     def unexpected_peak(self) -> int:
         """The peak number of bytes that unexpected messages took in private memory."""
 
+    def set_tree(self, parents: list[int]) -> None:
+        """Set the tree over which the ranks meet, before the first operation; [] is a flat group.
+
+        Args:
+            parents: The parent of each rank, a lower rank; -1 for rank 0. Else ValueError.
+        """
+
+    @property
+    def has_tree(self) -> bool: ...
     def absent_ranks(self) -> list[int]:
         """Return the ranks that have not joined yet."""
 

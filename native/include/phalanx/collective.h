@@ -63,7 +63,18 @@ class Collective {
   // Enters the collective. `peers`: those that this rank must wait for. `staged`: whether this
   // rank's first data are in place, or it has none.
   Status enter(Peers peers, bool staged = true);
-  // The same of a peer whose entry this rank has waited for.
+  // Enters a collective in which all ranks wait for all others, over the tree if there is one.
+  Status enter_together(bool staged = true);
+  // The same in four phases, for data that move over the tree. Enters, and waits until all children
+  // have passed up.
+  Status enter_tree();
+  // Announces that all ranks below have entered, and that this rank's data are complete.
+  void pass_up() { group_.advance_to(base_ - 2); }
+  // Waits until the parent has passed down.
+  Status await_parent();
+  // Announces that all ranks have entered. `staged`: see enter.
+  void pass_down(bool staged = true);
+  // The data of a peer whose entry this rank has waited for, and the rest of that entry.
   const std::byte* data(int peer) const;
   bool is_located(int peer) const { return (entry(peer, group_.entries_).data & kLocated) != 0; }
   const std::byte* payload(int peer) const { return entry(peer, group_.entries_).payload; }
@@ -120,8 +131,16 @@ class Collective {
   Status ensure_entered(std::uint64_t number);
   // Waits until all peers have finished the collective with this entry, which left `piece`.
   Status ensure_finished(std::uint64_t number, const Group::Piece& piece);
-  void publish(bool staged);
+  // The steps of a rank before its base. Without a tree: a rank has entered, and its data follow.
+  // With a tree: it has entered, all ranks below have, all ranks have.
+  static constexpr std::uint64_t kStepsToEnter = 2;
+  static constexpr std::uint64_t kStepsToMeet = 4;
+  // Publishes the entry, at this step before the base.
+  void publish(std::uint64_t steps, std::uint64_t before_base);
   Status wait_for_entry(int peer);
+  // Waits for the entry of a neighbour in the tree, compares it, and waits for the neighbour's
+  // step.
+  Status meet_neighbour(int peer, std::uint64_t step);
   Status compare(int peer);
   Status compare_last(int peer);
   // Whether a peer's entry is this rank's of the same number; true if it is no longer there.

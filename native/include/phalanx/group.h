@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "phalanx/arena.h"
@@ -16,6 +17,7 @@
 #include "phalanx/record_clock.h"
 #include "phalanx/segment.h"
 #include "phalanx/status.h"
+#include "phalanx/tree.h"
 #include "phalanx/wait.h"
 
 namespace phalanx {
@@ -48,6 +50,10 @@ class Group {
                                              : global_ranks_[static_cast<std::size_t>(rank)];
   }
 
+  // Sets the tree over which the ranks meet: the same on all ranks, before the first operation.
+  void set_tree(Tree tree) { tree_ = std::move(tree); }
+  const Tree& tree() const { return tree_; }
+
   // Enters the composite collective `own`. Until `end_composite`, the operations of this rank are
   // parts of it, as are transfers between hosts: they have no records of their own, and share its
   // number. The caller ensures that no other thread runs operations.
@@ -69,7 +75,8 @@ class Group {
 
   // Whether a peer began its last longer wait on the processor on which this thread begins one now.
   bool shares_core(int peer) const;
-  // The ranks whose step is below that of `rank`: those that it may be waiting for.
+  // The ranks that `rank` may be waiting for: those that have not entered its collective, or if
+  // there are none, those whose step is below that of `rank`.
   std::vector<int> ranks_behind(int rank) const;
   // Whether all other ranks have entered a collective that this rank has not. Call it between
   // operations, in the thread that runs the next one.
@@ -128,6 +135,9 @@ class Group {
   // The status for a collective that waits for `peer`. A rank that will never enter the collective
   // ends it at once, even if `peer` is late to report that.
   Status status_while_waiting(int peer);
+  // The rank that a wait for `peer` is really for: a peer that has entered the collective may
+  // itself be waiting for one that has not.
+  int awaited_rank(int peer) const;
   // Waits until `ready()`, which `peer` makes true and announces on its step event.
   template <class Ready>
   Status wait_for(int peer, const Bounds& bounds, Ready&& ready);
@@ -161,6 +171,7 @@ class Group {
   std::vector<Process> processes_;                        // by rank; this rank's is not open
   std::vector<std::shared_ptr<const ArenaView>> arenas_;  // by rank, null until first mapped
   std::vector<std::int16_t> global_ranks_;
+  Tree tree_;
   bool left_ = false;
   std::mutex aborting_;  // a thread that moves messages may fail during a collective
 
@@ -207,17 +218,24 @@ Status Group::wait_for(int peer, const Bounds& bounds, Ready&& ready) {
   if (ready()) {
     return {};
   }
-  begin_wait(peer);
+  int named = peer;
+  begin_wait(named);
   spin_policy_.set_same_core(shares_core(peer));
-  const auto check = [&] { return status_while_waiting(peer); };
+  const auto check = [&] {
+    if (const int awaited = awaited_rank(peer); awaited != named) {
+      named = awaited;
+      begin_wait(named);
+    }
+    return status_while_waiting(peer);
+  };
   Status status =
       wait_until(segment_->control(peer).step_event, spin_policy_, bounds, ready, check);
   if (status.ok()) {
-    end_wait(peer, spin_policy_.last_wait());
+    end_wait(named, spin_policy_.last_wait());
     return status;
   }
   if (status.code == Code::timeout) {
-    status.peer = peer;
+    status.peer = awaited_rank(peer);
   }
   if (status.reporter < 0) {
     status.reporter = rank_;

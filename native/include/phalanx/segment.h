@@ -5,9 +5,10 @@
 // Layout, each part on a page boundary:
 //   Header | RankControl x ranks | small rings: ranks | large rings: ranks
 //   | exchange buffers: 2, if there are two ranks | Channel x ranks^2
-// The creator allocates the pages of the first three parts, some 33 KiB per rank, and the beginning
-// of the exchange buffers at once, since entering a small collective must not fail for lack of
-// memory. The others are allocated when first used.
+// The creator allocates the first two parts and the beginning of the exchange buffers at once, and
+// each rank its own small ring, which is on its NUMA node then: some 33 KiB per rank, since
+// entering a small collective must not fail for lack of memory. The others are allocated when first
+// used.
 #pragma once
 
 #include <algorithm>
@@ -164,6 +165,9 @@ class Segment {
   static std::size_t bytes_for(int ranks);
   // The chunk size for this number of ranks, given the cores that this process may use.
   static std::size_t fitting_chunk(int ranks);
+
+  // Allocates the small ring of `rank`, on the NUMA node of the calling thread.
+  Status allocate(int rank) const { return prefault(small_ring(rank), kSmallRing); }
 
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;

@@ -49,6 +49,54 @@ Status reduce_small(Collective& collective, std::byte* data, std::size_t bytes, 
   return status;
 }
 
+// The root of the tree combines the data of all ranks, in their order, so that the result is the
+// same with and without a tree. Little data move up in blocks. The root reads more data where they
+// are.
+Status reduce_over_tree(Collective& collective, std::byte* data, std::size_t bytes,
+                        Sources& sources) {
+  const Tree& tree = collective.group().tree();
+  const std::size_t all_bytes = bytes * static_cast<std::size_t>(collective.ranks());
+  const bool in_blocks = all_bytes <= kSmallBytes;
+  Status status = collective.reserve(in_blocks ? bytes * tree.size() : bytes);
+  if (!status.ok()) {
+    return status;
+  }
+  std::byte* own = collective.data();
+  copy_bytes(own, data, bytes);
+  status = collective.enter_tree();
+  if (!status.ok()) {
+    return status;
+  }
+  if (in_blocks) {
+    for (const int child : tree.children()) {
+      copy_bytes(own + bytes * tree.place(child), collective.data(child), bytes * tree.size(child));
+    }
+  }
+  if (tree.is_root()) {
+    sources.combine(own, bytes, [&](int rank) -> const std::byte* {
+      if (in_blocks || rank == collective.self()) {
+        return own + bytes * tree.place(rank);
+      }
+      return collective.data(rank);
+    });
+  }
+  collective.pass_up();
+  status = collective.await_parent();
+  if (!status.ok()) {
+    return status;
+  }
+  if (!tree.is_root()) {
+    copy_bytes(own, collective.data(tree.parent()), bytes);
+  }
+  collective.pass_down();
+  copy_bytes(data, own, bytes);
+  // The same on all ranks, although only the blocks of some are that large.
+  if (bytes > kSmallPiece || (in_blocks && all_bytes > kSmallPiece)) {
+    collective.finish(collective.base() + 1);
+  }
+  return status;
+}
+
 }  // namespace
 
 Status all_reduce(Group& group, void* data, std::size_t count, DType dtype, ReduceOp op,
@@ -64,8 +112,11 @@ Status all_reduce(Group& group, void* data, std::size_t count, DType dtype, Redu
   if (group.ranks() == 2) {
     return reduce_by_exchange(collective, own, bytes, sources);
   }
-  return bytes <= kSmallBytes ? reduce_small(collective, own, bytes, sources)
-                              : SlicedReduction(collective, own, bytes, sources, -1).run();
+  if (bytes > kSmallBytes) {
+    return SlicedReduction(collective, own, bytes, sources, -1).run();
+  }
+  return group.tree().empty() ? reduce_small(collective, own, bytes, sources)
+                              : reduce_over_tree(collective, own, bytes, sources);
 }
 
 }  // namespace phalanx

@@ -200,7 +200,7 @@ Status AllToAll::move() {
   const std::uint64_t chunks = own_chunks();
   Status status = reserve_and_stage(chunks);
   if (status.ok()) {
-    status = collective_.enter(Peers::all, !collective_.is_located());
+    status = collective_.enter_together(!collective_.is_located());
   }
   if (status.ok()) {
     status = compare([&](int from, int to) { return published(from).given_to(to); },

@@ -5,7 +5,7 @@ namespace phalanx {
 
 Status barrier(Group& group, const Bounds& bounds) {
   Collective collective(group, {.kind = Kind::barrier}, bounds);
-  return collective.status().ok() ? collective.enter(Peers::all) : collective.status();
+  return collective.status().ok() ? collective.enter_together() : collective.status();
 }
 
 }  // namespace phalanx

@@ -119,7 +119,7 @@ Status MergedCollectives::run(Group& group, const Bounds& bounds) const {
   }
   stage(collective.data(), collective.self());
   collective.set_parts(fingerprints_);
-  status = collective.enter(Peers::all);
+  status = collective.enter_together();
   if (!status.ok()) {
     return status;
   }

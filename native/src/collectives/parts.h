@@ -47,7 +47,7 @@ class Parts {
     if (!collective_.is_located()) {
       stage(collective_.data(), 0);
     }
-    return collective_.enter(Peers::all, !collective_.is_located());
+    return collective_.enter_together(!collective_.is_located());
   }
 
   // Moves the data. `take(chunk)` is called when all peers have filled their places.

@@ -36,7 +36,7 @@ Status SlicedReduction::run() {
   if (!collective_.is_located()) {
     stage(0);
   }
-  status = collective_.enter(Peers::all, !collective_.is_located());
+  status = collective_.enter_together(!collective_.is_located());
   if (!status.ok()) {
     return status;
   }

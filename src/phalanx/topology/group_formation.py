@@ -14,6 +14,7 @@ from phalanx import _native
 from phalanx.errors import CollectiveTimeout, PhalanxError, UsageError
 from phalanx.system.host_identity import MemoryProbe
 from phalanx.topology.layout import Layout, RankRecord, format_rank_ranges, group_by_host
+from phalanx.topology.places import meeting_tree
 from phalanx.topology.store_rendezvous import StoreRendezvous, enter_round, key
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ def join(
             own_record = RankRecord.for_current_process(size, transport, probe)
             rendezvous = enter_round(rendezvous, own_record)
             layout, records = _exchange_records(rendezvous, own_record)
-            group = _enter_segment(rendezvous, layout)
+            tree = meeting_tree([records[member].place for member in layout.ranks])
+            group = _enter_segment(rendezvous, layout, tree)
     except BaseException as error:
         formation.end(_outcome(error))
         raise
@@ -156,7 +158,7 @@ def _check_compatibility(
         )
 
 
-def _enter_segment(rendezvous: StoreRendezvous, layout: Layout) -> _native.Group:
+def _enter_segment(rendezvous: StoreRendezvous, layout: Layout, tree: list[int]) -> _native.Group:
     """Enter the segment of this rank's host together with all other ranks of that host."""
     try:
         group = (
@@ -166,6 +168,7 @@ def _enter_segment(rendezvous: StoreRendezvous, layout: Layout) -> _native.Group
         )
     except OSError as error:
         raise rendezvous.report_failure(str(error.args[0])) from None
+    group.set_tree(tree)
     _wait_for_all(rendezvous, layout, group)
     if (status := group.connect()) is not None:
         raise PhalanxError(

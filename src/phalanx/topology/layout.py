@@ -22,6 +22,7 @@ from phalanx import _native, env
 from phalanx.address import is_loopback, local_address, rendezvous_host
 from phalanx.errors import UsageError
 from phalanx.system.host_identity import MemoryProbe, host_identity
+from phalanx.topology.places import own_place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence, Set
@@ -50,6 +51,8 @@ class RankRecord(NamedTuple):
     torch_version: str
     transport: str
     """The transport between hosts that the rank was given."""
+    place: Sequence[int] = ()
+    """The rank's place in its machine (`places.own_place`)."""
 
     @classmethod
     def for_current_process(cls, size: int, transport: str, probe: MemoryProbe) -> RankRecord:
@@ -66,6 +69,7 @@ class RankRecord(NamedTuple):
             _phalanx_version(),
             torch.__version__,
             transport,
+            own_place(),
         )
 
     @classmethod
