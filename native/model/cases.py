@@ -47,7 +47,7 @@ LEASE_DEATH = ("DEATHS=1", "DEPARTURES=0", "VALUES=11")
 LEASE_LEFT = ("DEATHS=0", "DEPARTURES=1", "VALUES=11")
 
 # The operations of collective.pml.
-SMALL, GIVE, STREAM, IN_PLACE, SLICED, PARTS, EXCHANGE = range(1, 8)
+SMALL, GIVE, STREAM, IN_PLACE, SLICED, PARTS, EXCHANGE, TREE = range(1, 9)
 
 
 def collective(
@@ -114,6 +114,14 @@ def correct_cases() -> list[Case]:
         ]
     return [
         *cases,
+        Case("collective", collective(3, TREE, TREE)),
+        Case("collective", (*collective(3, TREE, TREE), "STAR")),
+        Case("collective", collective(3, TREE, deaths=1)),
+        Case("collective", (*collective(3, TREE, deaths=1), "STAR")),
+        Case("collective", collective(3, TREE, TREE, mismatches=1)),
+        Case("collective", collective(3, TREE, GIVE, TREE, runs_ahead=1)),
+        Case("collective", collective(2, TREE, GIVE, TREE, runs_ahead=1, mismatches=1)),
+        Case("collective", collective(2, TREE, TREE, SMALL, deaths=1)),
         Case("collective", DIFFERING_AHEAD),
         Case("collective", collective(2, SMALL, SLICED, SMALL, mismatches=1, timeouts=1)),
         Case("collective", collective(3, SMALL, SMALL, mismatches=1), long=True),
@@ -269,6 +277,10 @@ def wrong_steps() -> list[Case]:
         Case("collective", (*large(SLICED), "NO_WAIT_FOR_LATE"), ASSERTION),
         Case("collective", (*large(SLICED), "NO_EXIT_BARRIER"), ASSERTION),
         Case("collective", (*large(EXCHANGE), "NO_SWAP"), ASSERTION),
+        Case("collective", (*collective(3, TREE), "PASS_UP_EARLY"), ASSERTION),
+        Case("collective", (*collective(3, TREE), "PASS_DOWN_EARLY"), ASSERTION),
+        Case("collective", (*large(TREE), "NO_ENSURE_FINISHED"), ASSERTION),
+        Case("collective", (*collective(3, TREE, mismatches=1), "NO_COMPARE"), ASSERTION),
     ]
 
 

@@ -24,7 +24,8 @@
 #define SLICED 5   /* sliced_reduction.h; any number of ranks has published locations */
 #define PARTS 6    /* parts.h, all_to_all */
 #define EXCHANGE 7 /* exchange.h: two ranks */
-#define OTHER 8    /* added to a fingerprint that differs */
+#define TREE 8     /* reduce_over_tree, with all ranks in a chain, or below rank 0 (STAR) */
+#define OTHER 16   /* added to a fingerprint that differs */
 
 #define gives_alone(op) (op == GIVE || op == STREAM || op == IN_PLACE)
 
@@ -225,7 +226,7 @@ inline advance() { step[me] = step[me] + 1 }
 #define HISTORY_DIFFERS(n) (history[AT(peer, n)] != history[AT(me, n)])
 #endif
 
-inline publish(tag, staged) {
+inline publish(tag, steps, before_base) {
   d_step {
     past = past | (fingerprint_of(k) >= OTHER -> 1 << k : 0); /* the history */
     number[AT(me, k)] = 0
@@ -238,12 +239,12 @@ inline publish(tag, staged) {
     history[AT(me, k)] = past;
     is_located[AT(me, k)] = located;
     payload[AT(me, k)] = tag;
-    base = step[me] + 2
+    base = step[me] + (steps)
   };
 #ifndef ENTRY_BEFORE_DATA
   number[AT(me, k)] = k;
 #endif
-  step[me] = (staged -> base : base - 1);
+  step[me] = base - (before_base);
   entered[me] = k
 }
 
@@ -307,7 +308,7 @@ inline meet() {
 
 /* `all`: whether this rank needs the entries of all; else those that give, here rank 0. */
 inline enter(tag, staged, all) {
-  publish(tag, staged);
+  publish(tag, 2, (staged -> 0 : 1));
   if
   :: (all) || !RUNS_AHEAD -> meet()
   :: else ->
@@ -575,6 +576,82 @@ inline move_parts() {
   step[me] = base + CHUNKS
 }
 
+#ifdef STAR
+#define PARENT(r) 0
+#define is_below(s, r) ((s) == (r) || (r) == 0)
+#else
+#define PARENT(r) ((r) - 1)
+#define is_below(s, r) ((s) >= (r))
+#endif
+
+inline meet_neighbour(target) {
+  await_entry();
+  compare();
+  await_step(target)
+}
+
+inline copy_block() {
+  d_step {
+    each = 0;
+    do
+    :: each < RANKS ->
+       if
+       :: is_below(each, peer) ->
+          assert(STAGED(peer, 0, each) == INPUT(k, 0));
+          STAGED(me, 0, each) = INPUT(k, 0)
+       :: else
+       fi;
+       each++
+    :: else -> break
+    od;
+    each = 0
+  }
+}
+
+inline combine_block() {
+  d_step {
+    each = 0;
+    do
+    :: each < RANKS -> assert(STAGED(0, 0, each) == INPUT(k, 0)); each++
+    :: else -> break
+    od;
+    each = 0
+  };
+  STAGED(0, 0, 0) = RESULT(k, 0)
+}
+
+inline reduce_over_tree() {
+  reserve();
+  STAGED(me, 0, me) = INPUT(k, 0);
+  publish(0, 4, 3);
+#ifdef PASS_UP_EARLY
+  each_peer(peer != 0 && PARENT(peer) == me, meet_neighbour(base - 3); copy_block());
+#else
+  each_peer(peer != 0 && PARENT(peer) == me, meet_neighbour(base - 2); copy_block());
+#endif
+  if
+  :: me == 0 -> combine_block()
+  :: else
+  fi;
+  step[me] = base - 2;
+  if
+  :: me != 0 ->
+     peer = PARENT(me);
+#ifdef PASS_DOWN_EARLY
+     meet_neighbour(base - 2);
+#else
+     meet_neighbour(base - 1);
+#endif
+     assert(STAGED(peer, 0, peer) == RESULT(k, 0));
+     STAGED(me, 0, me) = RESULT(k, 0)
+  :: else
+  fi;
+  d_step { peer = 0; met = true; all_entered = k };
+  assert(differs == 0 || differs > k);
+  step[me] = base;
+  step[me] = base + 1
+}
+
 #define OWN_BUFFER(r) buffer[(exchanges + (r)) & 1]
 
 inline exchange() {
@@ -666,6 +743,7 @@ proctype rank(byte me) {
        :: mine == SLICED -> reduce_slices()
        :: mine == PARTS -> move_parts()
        :: mine == EXCHANGE -> exchange()
+       :: mine == TREE -> reduce_over_tree()
        fi;
 failed:
        if

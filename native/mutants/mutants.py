@@ -15,6 +15,7 @@ FINGERPRINT = "include/phalanx/fingerprint.h"
 WAIT = "src/wait.cpp"
 WAIT_H = "include/phalanx/wait.h"
 SEGMENT = "include/phalanx/segment.h"
+TREE = "src/tree.cpp"
 STREAM = "src/collectives/stream.h"
 PARTS = "src/collectives/parts.h"
 EXCHANGE = "src/collectives/exchange.h"
@@ -152,6 +153,12 @@ ORDERS = [
 
 WAITING = [
     Mutant(
+        "slow checks prolong a spin without end",
+        WAIT_H,
+        "plain:test_wait",
+        ((" && ++preemptions <= kMostPreemptions)", ")"),),
+    ),
+    Mutant(
         "notify before the step",
         GROUP,
         STEPS,
@@ -281,6 +288,47 @@ ENTERING = [
         COLLECTIVE,
         "plain:test_group",
         (("    status_ = group_.refuse(status_);\n    return;\n", "    status_ = {};\n"),),
+    ),
+]
+
+TREES = [
+    Mutant(
+        "a rank passes up before its children",
+        COLLECTIVE,
+        COLLECTIVES,
+        (("meet_neighbour(child, base_ - 2)", "meet_neighbour(child, base_ - 3)"),),
+    ),
+    Mutant(
+        "a rank of a tree takes what has not come down",
+        COLLECTIVE,
+        COLLECTIVES,
+        (("meet_neighbour(tree.parent(), base_ - 1)", "meet_neighbour(tree.parent(), base_ - 3)"),),
+    ),
+    Mutant(
+        "neighbours in a tree are not compared",
+        COLLECTIVE,
+        "plain:test_group",
+        (("  if (status.ok()) {\n    status = compare(peer);\n  }\n", ""),),
+    ),
+    weaker(
+        "step of a neighbour loaded relaxed",
+        COLLECTIVE,
+        TSAN_COLLECTIVES,
+        "control(peer).step.load(",
+        "acquire",
+        "relaxed",
+    ),
+    Mutant(
+        "the rank that a neighbour waits for is not named",
+        GROUP,
+        "plain:test_group",
+        (("  for (int rank = 0; has_entered(peer) && ", "  for (int rank = 0; false && "),),
+    ),
+    Mutant(
+        "blocks of a tree in the order of its ranks",
+        TREE,
+        COLLECTIVES,
+        (("positions_[parent] + ends[parent];", "each;"),),
     ),
 ]
 
@@ -496,6 +544,7 @@ MUTANTS = [
     *ORDERS,
     *WAITING,
     *ENTERING,
+    *TREES,
     *LARGE,
     *FAILING,
     *MESSAGES,
