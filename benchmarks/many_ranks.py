@@ -4,10 +4,12 @@
 
 No machine with many cores is at hand, so this counts instead of measuring. Ranks fill the cores of
 published machines in order. Collectives are played as reads and writes of cache lines, once as the
-core does them today (*flat*: every rank looks at every other), once over a *tree* of the machine:
-ranks that share a cache first, then the caches of a node, the nodes of a socket, the sockets. For
-every read the simulation finds the nearest cache that holds the line, and counts by the boundary
-between them. A write leaves the line in the writer's cache alone.
+core does them in small groups (*flat*: every rank looks at every other), once over a *tree* of the
+machine, as it meets and reduces little data in groups of 32 ranks and more: ranks that share a
+cache first, then the caches of a node, the nodes of a socket, the sockets. Broadcasts and large
+all-reduces over trees are simulated only. For every read the simulation finds the nearest cache
+that holds the line, and counts by the boundary between them. A write leaves the line in the
+writer's cache alone.
 
 The model has one cache per group of cores that share their last level, large enough for the chunk
 in progress; the private caches within it are not modelled. Rings and entries are reused as in the
@@ -20,17 +22,22 @@ import argparse
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from phalanx.topology import places
+
+places.MIN_RANKS = 2
 BOUNDARIES = ("cache", "node", "socket")
 LINE = 64
 WAYS = ("flat", "tree")
 ENTRIES = 4  # of a rank, used in turns (kEntries)
+PAYLOAD = 24  # the most bytes in an entry (kEntryPayload)
+SMALL = 16 * 1024  # the most bytes that move up in blocks (kSmallBytes)
 DATA = 1024  # bytes of the all-reduce of which every rank reads all data
 
 
@@ -88,6 +95,11 @@ class Memory:
         self._holders[line] = {self._machine.place(rank)}
 
 
+def _lines(size: int) -> int:
+    """Return the cache lines of data that aren't in the entry."""
+    return 0 if size <= PAYLOAD else -(-size // LINE)
+
+
 def _boundary(one: tuple[int, int, int], other: tuple[int, int, int]) -> int:
     """Return the index of the outermost boundary between two places."""
     return 2 if one[0] != other[0] else 1 if one[1] != other[1] else 0
@@ -100,59 +112,67 @@ class Play:
         self.memory = Memory(machine)
         self.ranks = range(ranks)
         self.number = 0
-        self._groups = [
-            [list(group) for _, group in itertools.groupby(self.ranks, key=key)]
-            for key in (
-                lambda rank: machine.place(rank)[2],
-                lambda rank: machine.place(rank)[1],
-                lambda rank: machine.place(rank)[0],
-                lambda _rank: 0,
-            )
+        self._parents = places.meeting_tree([machine.place(rank) for rank in self.ranks])
+        self._caches = [
+            list(group) for _, group in itertools.groupby(self.ranks, key=machine.place)
         ]
 
-    def _tree(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield the groups of each level, from below: the lowest ranks of the groups below."""
-        leaders = set(self.ranks)
-        for depth, groups in enumerate(self._groups):
-            level = [[rank for rank in group if rank in leaders] for group in groups]
-            leaders = {group[0] for group in level}
-            yield from ((depth, group) for group in level if len(group) > 1)
-
-    def meet(self, lines: int, *, tree: bool) -> None:
-        """Every rank publishes an entry and `lines` of data, and gets the result of all."""
+    def meet(self, size: int, *, tree: bool) -> None:
+        """Every rank publishes an entry and `size` bytes, and gets the sum of all."""
         self.number += 1
-        if not tree:
-            for rank in self.ranks:
-                self._publish("entry", rank, lines)
-            for rank, peer in itertools.product(self.ranks, self.ranks):
-                self._take("entry", rank, peer, lines)
+        if tree and self._parents:
+            self._meet_over_tree(size)
             return
-        for depth, group in self._tree():
-            for rank in group[1:]:
-                self._publish(("up", depth), rank, lines)
-                self._take(("up", depth), group[0], rank, lines)
-        self._pass_down(lines)
+        for rank in self.ranks:
+            self._publish("entry", rank, 1 + _lines(size))
+        for rank, peer in itertools.product(self.ranks, self.ranks):
+            self._take("entry", rank, peer, 1 + _lines(size))
+
+    def _meet_over_tree(self, size: int) -> None:
+        """As Collective::enter_tree, pass_up, await_parent, pass_down and reduce_over_tree."""
+        below = [1] * len(self.ranks)
+        in_blocks = size * len(self.ranks) <= SMALL
+        for rank in self.ranks:
+            self._publish("entry", rank, 1 + _lines(size))
+        for rank in reversed(self.ranks[1:]):
+            parent = self._parents[rank]
+            block = _lines(size * below[rank]) if in_blocks else 0
+            self._publish("step", rank, 1)
+            self._publish("block", rank, block)
+            self._take("entry", parent, rank, 1)
+            self._take("step", parent, rank, 1)
+            self._take("block", parent, rank, block)
+            below[parent] += below[rank]
+        for rank in self.ranks[1:] if not in_blocks else ():
+            self._take("entry", 0, rank, 1 + _lines(size))
+        # The result takes the place of the parent's own data, in its entry if it fits there.
+        result = max(1, _lines(size))
+        for parent in sorted({*self._parents} - {-1}):
+            self._publish("down", parent, 1)
+            self._publish("result", parent, result)
+        for rank in self.ranks[1:]:
+            parent = self._parents[rank]
+            self._take("entry", rank, parent, 1)
+            self._take("down", rank, parent, 1)
+            self._take("result", rank, parent, result)
 
     def broadcast(self, lines: int, *, tree: bool) -> None:
         """Rank 0 publishes an entry and `lines` of data, which all others read."""
         self.number += 1
-        if tree:
-            self._pass_down(lines)
+        if not tree:
+            self._publish("entry", 0, 1 + lines)
+            for rank in self.ranks[1:]:
+                self._take("entry", rank, 0, 1 + lines)
             return
-        self._publish("entry", 0, lines)
-        for rank in self.ranks[1:]:
-            self._take("entry", rank, 0, lines)
-
-    def _pass_down(self, lines: int) -> None:
-        for depth, group in reversed(list(self._tree())):
-            self._publish(("down", depth), group[0], lines)
-            for rank in group[1:]:
-                self._take(("down", depth), rank, group[0], lines)
+        for parent in sorted({*self._parents} - {-1}):
+            self._publish("entry", parent, 1 + lines)
+        for rank in self.ranks[1:] if self._parents else ():
+            self._take("entry", rank, self._parents[rank], 1 + lines)
 
     def reduce_slices(self, *, tree: bool) -> None:
         """The large all-reduce, of a chunk with a slice of one line for each rank."""
         self.number += 1
-        caches = self._groups[0]
+        caches = self._caches
         members = min(len(group) for group in caches)
         if not tree or len(caches) == 1 or members == 1:
             caches = [list(self.ranks)]
@@ -177,11 +197,11 @@ class Play:
                 self._read_slice("result", rank, last, part)
 
     def _publish(self, kind: Hashable, rank: int, lines: int) -> None:
-        for line in range(lines + 1):
+        for line in range(lines):
             self.memory.write(rank, (kind, rank, self.number % ENTRIES, line))
 
     def _take(self, kind: Hashable, rank: int, peer: int, lines: int) -> None:
-        for line in range(lines + 1):
+        for line in range(lines):
             self.memory.read(rank, (kind, peer, self.number % ENTRIES, line))
 
     def _write_slice(self, kind: str, rank: int, part: int) -> None:
@@ -192,8 +212,8 @@ class Play:
 
 
 COLLECTIVES: dict[str, Callable[[Play, bool], None]] = {
-    "barrier, all_reduce 4 B": lambda play, tree: play.meet(0, tree=tree),
-    "all_reduce 1 KiB": lambda play, tree: play.meet(DATA // LINE, tree=tree),
+    "barrier, all_reduce 4 B": lambda play, tree: play.meet(4, tree=tree),
+    "all_reduce 1 KiB": lambda play, tree: play.meet(DATA, tree=tree),
     "broadcast 1 KiB": lambda play, tree: play.broadcast(DATA // LINE, tree=tree),
     "all_reduce, large": lambda play, tree: play.reduce_slices(tree=tree),
 }
