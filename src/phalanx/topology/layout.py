@@ -69,7 +69,7 @@ class RankRecord(NamedTuple):
             _phalanx_version(),
             torch.__version__,
             transport,
-            own_place(),
+            list(own_place()),  # as JSON gives it back
         )
 
     @classmethod

@@ -2,7 +2,7 @@
 
 A place is a socket, a NUMA node and a last-level cache, each by the lowest core that it has. The
 tree joins the ranks that share a cache first, then the caches of a node, the nodes of a socket, and
-the sockets (docs/design/many_ranks.md).
+the sockets, so that few cache lines cross them.
 """
 
 from __future__ import annotations
