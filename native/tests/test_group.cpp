@@ -36,13 +36,14 @@ class Statuses {
 
 // Waits until all other ranks sleep.
 void others_sleep(Rank& rank) {
-  CHECK(ranks::eventually([&] {
+  const auto all_asleep = [&rank] {
     std::uint32_t asleep = 0;
     for (int each = 0; each < rank.size; ++each) {
       asleep += rank.group.segment().control(each).step_event.sleepers.load() & ~kLocked;
     }
     return asleep >= static_cast<std::uint32_t>(rank.size - 1);
-  }));
+  };
+  CHECK(ranks::eventually(all_asleep));
 }
 
 // Runs all operations on a broken group: each returns `code` at once.
