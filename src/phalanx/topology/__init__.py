@@ -3,7 +3,8 @@
 `join` is the only entry point. It takes the group's store and returns the `Layout` of the group,
 which lists the ranks of each host, and the native group of this rank's host. Two ranks prove that
 they share a host: each opens a piece of the other's memory and finds a nonce in it. Ranks of other
-hosts reach this rank at `own_address`.
+hosts reach this rank at `own_address`. On machines with several caches, the ranks of a large group
+meet over a tree (`places`).
 """
 
 from phalanx.topology.group_formation import join

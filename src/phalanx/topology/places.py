@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 MIN_RANKS = 32
 """Smaller groups are flat: every rank looks at all others, one hop instead of several."""
@@ -26,30 +26,25 @@ def own_place(sysfs: Path = SYSFS) -> tuple[int, ...]:
     Each is represented by its lowest core. The result is empty if the process may use cores of
     several caches, or if the kernel doesn't say which cores share one.
     """
-    places = {_place_of(core, sysfs) for core in os.sched_getaffinity(0)}
-    return places.pop() if len(places) == 1 else ()
-
-
-def _place_of(core: int, sysfs: Path) -> tuple[int, ...]:
-    folder = sysfs / "cpu" / f"cpu{core}"
+    own = os.sched_getaffinity(0)
+    folder = sysfs / "cpu" / f"cpu{min(own)}"
     try:
-        caches = {
+        levels = {
             int((index / "level").read_text()): index for index in folder.glob("cache/index*")
         }
-        nodes = [_lowest(node.resolve() / "cpulist") for node in folder.glob("node[0-9]*")]
-        socket = _lowest(folder / "topology" / "package_cpus_list")
-        return (
-            socket,
-            nodes[0] if nodes else socket,
-            _lowest(caches[max(caches)] / "shared_cpu_list"),
-        )
+        cache = _cores(levels[max(levels)] / "shared_cpu_list")
+        socket = _cores(folder / "topology" / "package_cpus_list")
+        nodes = [_cores(node / "cpulist") for node in folder.glob("node[0-9]*")]
     except (OSError, ValueError):
         return ()
+    node = nodes[0] if nodes else socket
+    return (min(socket), min(node), min(cache)) if own <= cache else ()
 
 
-def _lowest(path: Path) -> int:
-    """Return the first core of a list such as "0-7,64-71"."""
-    return int(path.read_text().split("-")[0].split(",")[0])
+def _cores(path: Path) -> set[int]:
+    """Return the cores of a list such as "0-7,64-71"."""
+    ranges = [each.split("-") for each in path.read_text().split(",")]
+    return {core for each in ranges for core in range(int(each[0]), int(each[-1]) + 1)}
 
 
 def meeting_tree(places: Sequence[Sequence[int]]) -> list[int]:
@@ -64,14 +59,14 @@ def meeting_tree(places: Sequence[Sequence[int]]) -> list[int]:
     paths = [tuple(place) for place in places]
     if len(paths) < MIN_RANKS or len(set(paths)) == 1 or not all(paths):
         return []
-    return [_parent(rank, paths) for rank in range(len(paths))]
+    first: dict[tuple[int, ...], int] = {}  # the first rank of each part of the machine
+    for rank, path in enumerate(paths):
+        for depth in range(len(path) + 1):
+            first.setdefault(path[:depth], rank)
+    return [_parent(rank, path, first) for rank, path in enumerate(paths)]
 
 
-def _parent(rank: int, paths: Sequence[tuple[int, ...]]) -> int:
+def _parent(rank: int, path: tuple[int, ...], first: Mapping[tuple[int, ...], int]) -> int:
     """Return the first rank of the smallest part of the machine in which `rank` isn't the first."""
-    own = paths[rank]
-    for depth in range(len(own), -1, -1):
-        first = next(other for other, path in enumerate(paths) if path[:depth] == own[:depth])
-        if first != rank:
-            return first
-    return -1
+    parts = (path[:depth] for depth in range(len(path), -1, -1))
+    return next((first[part] for part in parts if first[part] != rank), -1)
