@@ -142,12 +142,20 @@ def measure(model: str, modes: tuple[str, ...], rounds: int, steps: int) -> dict
         alone = dist.new_group([rank], backend="phalanx")
         if rank == dist.get_rank():
             groups["ddp_of_one"] = alone
-    steps_by_mode = {mode: Step(model, mode, groups.get(mode)) for mode in modes}
+    runs = {mode: Step(model, mode, groups.get(mode)).run for mode in modes}
+    return take_turns(runs, rounds, steps)
+
+
+def take_turns(
+    runs: dict[str, Callable[[int], float]], rounds: int, steps: int
+) -> dict[str, list[float]]:
+    """Run each mode in turn; return the seconds of the slowest rank by mode and round."""
+    modes = list(runs)
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}
     for number in range(-1, rounds):
         for offset in range(len(modes)):
             mode = modes[(number + offset) % len(modes)]
-            taken = torch.tensor(steps_by_mode[mode].run(steps), dtype=torch.float64)
+            taken = torch.tensor(runs[mode](steps), dtype=torch.float64)
             dist.all_reduce(taken, dist.ReduceOp.MAX)
             if number >= 0:  # the first round warms up
                 seconds[mode].append(taken.item())

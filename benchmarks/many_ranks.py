@@ -6,10 +6,10 @@ No machine with many cores is at hand, so this counts instead of measuring. Rank
 published machines in order. Collectives are played as reads and writes of cache lines, once as the
 core does them in small groups (*flat*: every rank looks at every other), once over a *tree* of the
 machine, as it meets and reduces little data in groups of 32 ranks and more: ranks that share a
-cache first, then the caches of a node, the nodes of a socket, the sockets. Broadcasts and large
-all-reduces over trees are simulated only. For every read the simulation finds the nearest cache
-that holds the line, and counts by the boundary between them. A write leaves the line in the
-writer's cache alone.
+cache first, then the caches of a node, the nodes of a socket, the sockets. Large data are reduced
+over the chain of caches then, in the order of ranks. Broadcasts over trees are simulated only. For
+every read the simulation finds the nearest cache that holds the line, and counts by the boundary
+between them. A write leaves the line in the writer's cache alone.
 
 The model has one cache per group of cores that share their last level, large enough for the chunk
 in progress; the private caches within it are not modelled. Rings and entries are reused as in the
@@ -112,9 +112,11 @@ class Play:
         self.memory = Memory(machine)
         self.ranks = range(ranks)
         self.number = 0
-        self._parents = places.meeting_tree([machine.place(rank) for rank in self.ranks])
+        where = [machine.place(rank) for rank in self.ranks]
+        self._parents = places.meeting_tree(where)
+        first_ranks = places.cache_chain(where) if self._parents else []
         self._caches = [
-            list(group) for _, group in itertools.groupby(self.ranks, key=machine.place)
+            range(begin, end) for begin, end in itertools.pairwise([*first_ranks, ranks])
         ]
 
     def meet(self, size: int, *, tree: bool) -> None:
@@ -170,31 +172,24 @@ class Play:
             self._take("entry", rank, self._parents[rank], 1 + lines)
 
     def reduce_slices(self, *, tree: bool) -> None:
-        """The large all-reduce, of a chunk with a slice of one line for each rank."""
+        """The data of a large all-reduce, as SlicedReduction: a chunk of a line per rank."""
         self.number += 1
-        caches = self._caches
-        members = min(len(group) for group in caches)
-        if not tree or len(caches) == 1 or members == 1:
-            caches = [list(self.ranks)]
-            members = len(self.ranks)
-        slices = range(len(self.ranks))
-        for rank, part in itertools.product(self.ranks, slices):
-            self._write_slice("staged", rank, part)
-        # Within each cache, its ranks sum what they have; each owns an equal share of the slices.
-        for group, part in itertools.product(caches, slices):
-            owner = group[part % members]
-            for rank in group:
-                self._read_slice("staged", owner, rank, part)
-            self._write_slice("partial", owner, part)
-        # Then the owners of a slice sum over the caches, each an equal share again.
-        for part in slices:
-            owners = [group[part % members] for group in caches]
-            last = owners[part // members % len(owners)]
-            for owner in owners:
-                self._read_slice("partial", last, owner, part)
-            self._write_slice("result", last, part)
+        caches = self._caches if tree and self._caches else [self.ranks]
+        slices = max(map(len, caches))
+        for line in self.ranks:
+            part = line * slices // len(self.ranks)
+            owners = [group[part * len(group) // slices] for group in caches]
             for rank in self.ranks:
-                self._read_slice("result", rank, last, part)
+                if rank not in owners:
+                    self._write_chunk(rank, line)
+            # The owner of each cache combines the data of its ranks with those of the cache before.
+            for group, owner, before in zip(caches, owners, [None, *owners], strict=False):
+                for rank in group if before is None else (before, *group):
+                    if rank != owner:
+                        self._read_chunk(owner, rank, line)
+                self._write_chunk(owner, line)
+            for rank in self.ranks:
+                self._read_chunk(rank, owners[-1], line)
 
     def _publish(self, kind: Hashable, rank: int, lines: int) -> None:
         for line in range(lines):
@@ -204,11 +199,12 @@ class Play:
         for line in range(lines):
             self.memory.read(rank, (kind, peer, self.number % ENTRIES, line))
 
-    def _write_slice(self, kind: str, rank: int, part: int) -> None:
-        self.memory.write(rank, (kind, rank, part))
+    # Two chunks have a place in a rank's piece of its ring.
+    def _write_chunk(self, rank: int, line: int) -> None:
+        self.memory.write(rank, ("chunk", rank, self.number % 2, line))
 
-    def _read_slice(self, kind: str, rank: int, peer: int, part: int) -> None:
-        self.memory.read(rank, (kind, peer, part))
+    def _read_chunk(self, rank: int, peer: int, line: int) -> None:
+        self.memory.read(rank, ("chunk", peer, self.number % 2, line))
 
 
 COLLECTIVES: dict[str, Callable[[Play, bool], None]] = {

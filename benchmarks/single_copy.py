@@ -2,11 +2,13 @@
 
     python benchmarks/single_copy.py [--output FILE]
 
-Two ranks exchange messages, as in a ping-pong. `phalanx` is a prepared send and recv: two copies,
-by way of shared memory. `single copy` is the best that `process_vm_readv` can do, by which the
-reader copies from the memory of the other process: the sender announces its message by one of 4 B,
-and must know by another one that it has been read, which the answer is here. The systems take
-turns, and the sender rewrites its buffer before each message, outside of the measured time.
+Two ranks send each other messages: in turns, as in a ping-pong, and both at once (`exchange`).
+`phalanx` is a prepared send and recv: two copies, by way of shared memory. `single copy` is the
+best that `process_vm_readv` can do, by which the reader copies from the memory of the other
+process: the sender announces its message by one of 4 B, and must know by another one that it has
+been read. In a ping-pong this is the answer; in an exchange both send one more message of 4 B.
+The systems take turns, and the sender rewrites its buffer before each message, outside of the
+measured time.
 """
 
 from __future__ import annotations
@@ -83,6 +85,29 @@ class PingPong:
         return seconds
 
 
+class Exchange(PingPong):
+    """The same with messages in both directions at once."""
+
+    def __init__(self, size: int, *, single_copy: bool) -> None:
+        super().__init__(size, single_copy=single_copy)
+        self.both = phalanx.plan([self.send, self.recv])
+        self.confirm: Callable[[], None] = self.both if single_copy else lambda: None
+
+    def run(self, value: float) -> float:
+        """Send and receive a message; return the seconds."""
+        self.sent.fill_(value)
+        dist.barrier()
+        start = time.perf_counter()
+        self.both()
+        self.read()
+        self.confirm()
+        seconds = time.perf_counter() - start
+        dist.barrier()
+        if not (self.received == value).all():
+            raise AssertionError("a message is wrong")
+        return seconds
+
+
 def measure(rounds: int) -> dict[int, dict[str, list[float]]]:
     # Otherwise Yama lets only ancestors read.
     ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
@@ -92,6 +117,8 @@ def measure(rounds: int) -> dict[int, dict[str, list[float]]]:
             systems = {
                 "phalanx": PingPong(size, single_copy=False),
                 "single copy": PingPong(size, single_copy=True),
+                "exchange, phalanx": Exchange(size, single_copy=False),
+                "exchange, single copy": Exchange(size, single_copy=True),
             }
             seconds: dict[str, list[float]] = {name: [] for name in systems}
             for number in range(-5, rounds):  # the first ones warm up
@@ -112,9 +139,12 @@ def main() -> None:
     document: dict[str, Any] = {"machine": machine(), "versions": versions(), "results": {}}
     for size, seconds in results.items():
         timings = {name: Timing.of(values) for name, values in seconds.items()}
-        ratio = timings["single copy"].median / timings["phalanx"].median
         cells = (f"{name} {each.median * 1e6:7.1f} us" for name, each in timings.items())
-        print(f"{size >> 10:6} KiB  {'  '.join(cells)}  {ratio:.2f} times")
+        ratios = (
+            f"{timings[f'{kind}single copy'].median / timings[f'{kind}phalanx'].median:.2f} times"
+            for kind in ("", "exchange, ")
+        )
+        print(f"{size >> 10:6} KiB  {'  '.join(cells)}  {', '.join(ratios)}")
         document["results"][size] = {name: vars(each) for name, each in timings.items()}
     if options.output:
         options.output.write_text(json.dumps(document, indent=1) + "\n")

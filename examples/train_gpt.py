@@ -6,7 +6,9 @@
 Without --text it learns sums such as "17+25=42;", so that its output can be checked. With
 `--parallel ddp`, PyTorch's DistributedDataParallel averages the gradients during the backward pass.
 With `--parallel sharded`, phalanx.parallel.SharedDataParallel holds parameters and optimizer state
-once for all ranks of a host.
+once for all ranks of a host. With `--across`, for slow links between hosts, each host makes its own
+steps, and all exchange their parameters once in `--every` steps, in 8 bits
+(phalanx.parallel.DiLoCo).
 """
 
 import argparse
@@ -109,6 +111,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--text", type=Path, metavar="FILE", help="the text, in UTF-8")
     parser.add_argument("--parallel", choices=["plain", "ddp", "sharded"], default="plain")
+    parser.add_argument("--across", action="store_true", help="over slow links between hosts")
+    parser.add_argument("--every", type=int, default=128, help="steps between two exchanges")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--steps", type=int, help="number of steps, instead of --epochs")
     parser.add_argument(
@@ -129,6 +133,8 @@ def parse() -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.across and options.parallel != "plain":
+        raise phalanx.UsageError(f"--across with --parallel {options.parallel} given, not plain")
     try:
         text = options.text.read_text() if options.text else sums(20_000)
     except (OSError, UnicodeDecodeError) as error:
@@ -151,6 +157,10 @@ def run(options: argparse.Namespace) -> None:
             if options.parallel == "ddp":
                 model = DistributedDataParallel(gpt)
             optimizer = torch.optim.AdamW(gpt.parameters(), **settings)
+            if options.across:
+                optimizer = phalanx.parallel.DiLoCo(
+                    optimizer, options.every, compress="int8", overlap=options.every // 8
+                )
         result = Trainer(
             model,
             optimizer,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from phalanx.observe.model import Group, Job, Operation, Process, Rank, Report, Start
+from phalanx.observe.model import Group, Job, Link, Operation, Process, Rank, Report, Start
 from tests.synthetic_jobs import NOW
 
 UNSIGNED = st.one_of(st.integers(0, 5), st.integers(NOW - 10**10, NOW), st.integers(0, 2**64 - 1))
@@ -52,6 +52,8 @@ reports = st.builds(
     step=st.integers(-(2**63), 2**63 - 1) | st.integers(-1, 9),
     loss=st.floats(),
 )
+link_bytes = st.tuples(UNSIGNED, UNSIGNED, UNSIGNED)
+links = st.builds(Link, host=TEXT, now=link_bytes, earlier=link_bytes)
 starts = st.builds(
     Start,
     pid=st.integers(0, 2**31 - 1),
@@ -88,6 +90,7 @@ ranks = st.builds(
     history=lists(operations, 8),
     operations=UNSIGNED,
     reports=lists(reports),
+    links=lists(links, 20),
     note=TEXT,
     start=st.none() | starts,
     process=st.none() | processes,

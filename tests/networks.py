@@ -11,6 +11,7 @@ import ctypes
 import itertools
 import os
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -28,14 +29,18 @@ class Network:
     Args:
         hosts: The number of hosts.
         rate: The rate of each link in each direction, in `tc` syntax ("1gbit"); None for no limit.
+        delay: The time of a packet from host to host, in seconds. With one, a process forwards the
+            packets (`delayed_links`), the rate is needed, in "mbit", and the methods that change
+            links do not work.
     """
 
-    def __init__(self, hosts: int, rate: str | None = None) -> None:
+    def __init__(self, hosts: int, rate: str | None = None, delay: float = 0.0) -> None:
         name = f"phx{os.getpid()}-{next(_networks)}"
         self.names = [f"{name}-{number}" for number in range(hosts)]
         self.addresses = [f"10.93.0.{number + 1}" for number in range(hosts)]
         self._switch = f"{name}-switch"
-        self._rate = rate
+        self._rate, self._delay = rate, delay
+        self._forwarder: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Network:
         try:
@@ -94,6 +99,9 @@ class Network:
         run("ip", "-n", self.names[host], "route", "add", "blackhole", self.addresses[other])
 
     def _build(self) -> None:
+        if self._delay:
+            self._build_delayed()
+            return
         run("ip", "netns", "add", self._switch)
         run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
         run("ip", "-n", self._switch, "link", "set", "bridge", "up")
@@ -112,6 +120,19 @@ class Network:
                 if self._rate is not None:
                     self._shape(namespace, device, self._rate)
 
+    def _build_delayed(self) -> None:
+        for name in self.names:
+            run("ip", "netns", "add", name)
+        bits = float((self._rate or "").removesuffix("mbit")) * 1e6
+        pairs = map("=".join, zip(self.names, self.addresses, strict=True))
+        command = [sys.executable, "-m", "tests.delayed_links", str(self._delay), str(bits), *pairs]
+        self._forwarder = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
+        )
+        assert self._forwarder.stdout is not None
+        if self._forwarder.stdout.readline() != "ready\n":
+            raise OSError("the process that forwards packets has ended")
+
     def _shape(self, namespace: str, device: str, rate: str, burst: str = "128kb") -> None:
         # The default burst admits one or two packets of the kernel's largest size.
         run(
@@ -120,6 +141,9 @@ class Network:
         )
 
     def _remove(self) -> None:
+        if self._forwarder is not None:
+            self._forwarder.kill()
+            self._forwarder.communicate()
         for name in (*self.names, self._switch):
             if Path("/run/netns", name).exists():
                 with contextlib.suppress(subprocess.SubprocessError):

@@ -193,11 +193,15 @@ def wait_for_file(name: str, seconds: float = 20.0) -> None:
 
 
 def connect_ranks() -> None:
-    """Return once every rank has completed an all-reduce, so that none can still fail in it."""
+    """Return once every rank has completed an all-reduce, so that none can still fail in it.
+
+    A test can call it once for each world size.
+    """
     dist.all_reduce(torch.ones(3))
-    marker_file(f"connected{dist.get_rank()}").touch()
-    for rank in range(dist.get_world_size()):
-        wait_for_file(f"connected{rank}")
+    size = dist.get_world_size()
+    marker_file(f"connected{dist.get_rank()}of{size}").touch()
+    for rank in range(size):
+        wait_for_file(f"connected{rank}of{size}")
 
 
 @contextmanager

@@ -53,7 +53,13 @@ void bind_composite(nb::class_<PyGroup>& group) {
             self.require_core()->group.begin_composite_wait(static_cast<std::int16_t>(rank));
           },
           nb::arg("rank"))
-      .def("end_composite_wait", &end_composite_wait, nb::arg("rank"), nb::arg("seconds"));
+      .def("end_composite_wait", &end_composite_wait, nb::arg("rank"), nb::arg("seconds"))
+      .def(
+          "set_composite_progress",
+          [](const PyGroup& self, int percent) {
+            self.require_core()->group.set_composite_progress(static_cast<std::uint8_t>(percent));
+          },
+          nb::arg("percent"));
 }
 
 }  // namespace phalanx::bindings

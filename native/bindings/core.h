@@ -121,6 +121,7 @@ void bind_status(nb::module_& module);
 void bind_call_site(nb::module_& module);
 void bind_flight_recorder(nb::module_& module);
 void bind_reduce(nb::module_& module);
+void bind_quantization(nb::module_& module);
 void bind_overlap(nb::module_& module);
 void bind_sealed_memory(nb::module_& module);
 void bind_arena(nb::module_& module);

@@ -3,6 +3,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 
 #include "core.h"
 #include "phalanx/call_site.h"
@@ -84,6 +85,7 @@ nb::dict record_to_python(const RecorderContents& contents, const Record& record
   to["waiting_for"] = record.waiting_for;
   to["outcome"] = bindings::name_of(record.outcome);
   to["thread"] = record.thread;
+  to["progress"] = record.progress;
   return to;
 }
 
@@ -93,6 +95,31 @@ nb::list records_to_python(const RecorderContents& contents, const std::vector<R
     list.append(record_to_python(contents, record));
   }
   return list;
+}
+
+using BytesOfLink = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>;
+
+nb::dict link_to_python(const RecordedLink& link) {
+  const auto numbers = [](const LinkBytes& bytes) {
+    return BytesOfLink(bytes.sent, bytes.received, bytes.time);
+  };
+  nb::dict to;
+  to["host"] = text(link.host);
+  to["now"] = numbers(link.now);
+  to["earlier"] = numbers(link.earlier);
+  return to;
+}
+
+void record_link(int link, const BytesOfLink& now, const BytesOfLink& earlier) {
+  FlightRecorder* recorder = FlightRecorder::own();
+  if (recorder == nullptr || link < 0 || link >= static_cast<int>(kRecorderLinks)) {
+    return;
+  }
+  const auto bytes = [](const BytesOfLink& numbers) {
+    const auto [sent, received, time] = numbers;
+    return LinkBytes{.sent = sent, .received = received, .time = time};
+  };
+  recorder->record_link(link, bytes(now), bytes(earlier));
 }
 
 nb::dict contents_to_python(const RecorderContents& contents) {
@@ -124,6 +151,11 @@ nb::dict contents_to_python(const RecorderContents& contents) {
     reports.append(nb::make_tuple(report.time, report.step, report.loss));
   }
   to["reports"] = reports;
+  nb::list links;
+  for (const RecordedLink& link : contents.links) {
+    links.append(link_to_python(link));
+  }
+  to["links"] = links;
   return to;
 }
 
@@ -223,6 +255,14 @@ void bind_flight_recorder(nb::module_& module) {
         }
       },
       nb::arg("number"));
+  module.def(
+      "add_link",
+      [](std::string_view host) {
+        FlightRecorder* recorder = FlightRecorder::own();
+        return recorder == nullptr ? -1 : recorder->add_link(host);
+      },
+      nb::arg("host"));
+  module.def("record_link", &record_link, nb::arg("link"), nb::arg("now"), nb::arg("earlier"));
   module.def(
       "report",
       [](std::int64_t step, std::optional<double> loss, std::string_view note) {

@@ -1,8 +1,13 @@
 #include "phalanx/group.h"
 
 #include <nanobind/stl/string_view.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <iterator>
 
 #include "core.h"
+#include "phalanx/agreement.h"
 #include "phalanx/call_site.h"
 #include "phalanx/flight_recorder_reader.h"
 
@@ -44,14 +49,18 @@ void close(PyGroup& self) {
   }
 }
 
-void set_tree(const PyGroup& self, const std::vector<int>& parents) {
+void set_tree(const PyGroup& self, const std::vector<int>& parents,
+              const std::vector<int>& caches) {
   Group& group = self.require_core()->group;
   if (parents.empty()) {
     group.set_tree({});
-  } else if (parents.size() == static_cast<std::size_t>(group.ranks()) && Tree::is_valid(parents)) {
-    group.set_tree({parents, group.rank()});
+  } else if (parents.size() == static_cast<std::size_t>(group.ranks()) &&
+             Tree::is_valid(parents, caches)) {
+    group.set_tree({parents, group.rank(), caches});
   } else {
-    throw nb::value_error("parents: expected a lower rank for each rank, and -1 for rank 0");
+    throw nb::value_error(
+        "expected parents: a lower rank for each rank, and -1 for rank 0; and caches: ascending "
+        "ranks from 0 on, or none");
   }
 }
 
@@ -65,6 +74,56 @@ std::vector<int> absent_ranks(const PyGroup& self) {
     }
   }
   return ranks;
+}
+
+// Raises ValueError for a round or a rank that does not exist.
+Agreement agreement_of(const Group& group, int round, int rank) {
+  const Segment& segment = group.segment();
+  if (round < 0 || round >= segment.agreement_rounds() || rank < 0 || rank >= segment.ranks()) {
+    throw nb::value_error("expected a round and a rank of the group");
+  }
+  return Agreement(segment);
+}
+
+constexpr std::string_view kDecisions[] = {"", "joined", "stranded", "excluded"};
+
+nb::object decision_to_python(Decision decision) {
+  const std::string_view name = kDecisions[static_cast<std::size_t>(decision)];
+  return decision == Decision::none ? nb::none() : nb::cast(name);
+}
+
+nb::object decide(const PyGroup& self, int round, int rank, std::string_view wanted) {
+  const auto* const found = std::find(std::begin(kDecisions) + 1, std::end(kDecisions), wanted);
+  if (found == std::end(kDecisions)) {
+    throw nb::value_error("expected joined, stranded or excluded");
+  }
+  const auto decision = static_cast<Decision>(found - std::begin(kDecisions));
+  const std::shared_ptr<Core> core = self.require_core();
+  Status status;
+  const Decision made =
+      agreement_of(core->group, round, rank).decide(round, rank, decision, status);
+  if (!status.ok()) {
+    raise_system_error(status.error);
+  }
+  return decision_to_python(made);
+}
+
+nb::object decision(const PyGroup& self, int round, int rank) {
+  const std::shared_ptr<Core> core = self.require_core();
+  return decision_to_python(agreement_of(core->group, round, rank).decision(round, rank));
+}
+
+void publish_successor(const PyGroup& self, int round, int descriptor, std::uint64_t nonce) {
+  const std::shared_ptr<Core> core = self.require_core();
+  agreement_of(core->group, round, 0)
+      .publish(round, {.pid = getpid(), .descriptor = descriptor, .nonce = nonce});
+}
+
+nb::object successor(const PyGroup& self, int round) {
+  const std::shared_ptr<Core> core = self.require_core();
+  const auto location = agreement_of(core->group, round, 0).location(round);
+  return location ? nb::object(nb::make_tuple(location->pid, location->descriptor, location->nonce))
+                  : nb::none();
 }
 
 // Records in this rank's flight recorder, for others to read, why it breaks the group.
@@ -138,9 +197,14 @@ nb::class_<PyGroup> bind_group(nb::module_& module) {
              Group& group = self.require_core()->group;
              return to_python(group.connect(), group);
            })
-      .def("set_tree", &set_tree, nb::arg("parents"))
+      .def("set_tree", &set_tree, nb::arg("parents"), nb::arg("caches"))
       .def_prop_ro("has_tree",
                    [](const PyGroup& self) { return !self.require_core()->group.tree().empty(); })
+      .def_prop_ro("caches",
+                   [](const PyGroup& self) {
+                     const auto caches = self.require_core()->group.tree().caches();
+                     return std::vector<int>(caches.begin(), caches.end());
+                   })
       .def("absent_ranks", &absent_ranks)
       .def(
           "pid", [](const PyGroup& self, int rank) { return self.require_core()->group.pid(rank); },
@@ -172,6 +236,15 @@ nb::class_<PyGroup> bind_group(nb::module_& module) {
           "is_failing",
           [](const PyGroup& self, int rank) { return self.require_core()->group.is_failing(rank); },
           nb::arg("rank"))
+      .def(
+          "has_gone",
+          [](const PyGroup& self, int rank) { return self.require_core()->group.has_gone(rank); },
+          nb::arg("rank"))
+      .def("decide", &decide, nb::arg("number"), nb::arg("rank"), nb::arg("wanted"))
+      .def("decision", &decision, nb::arg("number"), nb::arg("rank"))
+      .def("publish_successor", &publish_successor, nb::arg("number"), nb::arg("descriptor"),
+           nb::arg("nonce"))
+      .def("successor", &successor, nb::arg("number"))
       .def("flight_recorder", &flight_recorder, nb::arg("rank"), nb::arg("history"))
       .def_prop_ro(
           "identity",

@@ -9,6 +9,7 @@ NB_MODULE(_native, module) {
   nb::set_leak_warnings(false);
   bind_status(module);
   bind_reduce(module);
+  bind_quantization(module);
   bind_overlap(module);
   bind_call_site(module);
   bind_flight_recorder(module);

@@ -513,13 +513,14 @@ struct MessageOperation {
 
 struct SendOperation : MessageOperation {
   static constexpr const char* kName = "send";
+  static constexpr bool kSends = true;
 
   bool parse(Arguments& arguments) { return parse_message(arguments); }
   Status run(Core& core, const Bounds& bounds) const {
     return core.mailbox.send(pointer(data.address), data.count, data.dtype, peer, tag, bounds);
   }
-  MessagePtr post(Core& core) const {
-    return core.mailbox.isend(pointer(data.address), data.count, data.dtype, peer, tag, true);
+  MessagePtr post(Core& core, bool detached) const {
+    return core.mailbox.isend(pointer(data.address), data.count, data.dtype, peer, tag, detached);
   }
 };
 
@@ -530,8 +531,8 @@ struct RecvOperation : MessageOperation {
   Status run(Core& core, const Bounds& bounds) const {
     return core.mailbox.recv(pointer(data.address), data.count, data.dtype, peer, tag, bounds);
   }
-  MessagePtr post(Core& core) const {
-    return core.mailbox.irecv(pointer(data.address), data.count, data.dtype, peer, tag, true);
+  MessagePtr post(Core& core, bool detached) const {
+    return core.mailbox.irecv(pointer(data.address), data.count, data.dtype, peer, tag, detached);
   }
   static void finish(const nb::object& group) {
     constexpr std::size_t kChecked = std::size_t{1} << 20;

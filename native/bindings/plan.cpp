@@ -15,6 +15,14 @@ struct Step {
   std::vector<Prepared*> operations;
   bool are_messages = false;
 
+  // Sends come before recvs: a rank that took the message of its peer first would keep the peer
+  // waiting for its own.
+  void join(Prepared& operation) {
+    const auto recv = std::ranges::find_if(
+        operations, [](const Prepared* each) { return each->is_message() && !each->is_send(); });
+    operations.insert(operation.is_send() ? recv : operations.end(), &operation);
+  }
+
   Status run(Core& core, const Bounds& bounds) {
     if (merged.size() > 1) {
       return merged.run(core.group, bounds);
@@ -27,7 +35,7 @@ struct Step {
     bounds.block();
     std::vector<MessagePtr> messages;
     for (Prepared* each : operations) {
-      messages.push_back(each->post(core));
+      messages.push_back(each->post(core, false));
     }
     Status status;
     for (std::size_t i = 0; status.ok() && i < messages.size(); ++i) {
@@ -91,7 +99,7 @@ class Plan : public Prepared {
       const bool joins = is_message ? last.are_messages
                                     : part && last.merged.size() != 0 && last.merged.add(*part);
       if (joins) {
-        last.operations.push_back(&operation);
+        last.join(operation);
         return;
       }
     }

@@ -31,9 +31,9 @@ namespace {
 
 enum class Phase : std::uint8_t { idle, running, started };
 
-// The contents of the Python class `PreparedOperation`. Guarded by the GIL.
+// The contents of the native class of prepared operations. Guarded by the GIL.
 struct Contents {
-  nb::object plain;  // the Python object with the general ways; see _native.pyi
+  nb::object plain;  // the Python object with the general ways
   std::unique_ptr<Prepared> prepared;
   std::vector<TensorState> tensors;
   std::uint32_t site = 0;
@@ -149,7 +149,7 @@ bool Contents::start() {
     mark_call_site(site);
     {
       const nb::gil_scoped_release release;
-      message = prepared->post(*core);
+      message = prepared->post(*core, true);
     }
     if (message) {
       const nb::object moves =
@@ -324,24 +324,21 @@ void deallocate(PyObject* self) {
     PyObject_ClearWeakRefs(self);
   }
   clear(self);
-  type->tp_free(self);
+  PyObject_GC_Del(self);
   Py_DECREF(type);
 }
 
-constexpr const char* kDocstring =
-    R"(An operation whose arguments were read once, to run many times.
+// The class of prepared operations; null before `make_class`.
+PyTypeObject* type_of_operations = nullptr;
 
-Results of `phalanx.prepare` and `phalanx.plan`, which say what a run does. It can run once at a
-time, in any thread.
+// Whether the interpreter is a debug build, which asserts that a class with vectorcall has its own
+// `tp_call`.
+bool is_debug_build() { return PySys_GetObject("gettotalrefcount") != nullptr; }
 
-Example:
-    >>> average = phalanx.prepare(dist.all_reduce, torch.ones(1000))
-    >>> average()
-    >>> average.start()
-    >>> average.wait()
-)";
-
-PyTypeObject* type_of_operations() {
+// Creates the class, derived from `base`. `base` has a `__call__` in Python, which Dynamo finds and
+// traces. The interpreter does not use it: the class has a vectorcall of its own. A `tp_call` in
+// the slots would put a wrapper before it that Dynamo cannot trace.
+void make_class(const nb::type_object& base) {
   static PyMemberDef members[] = {
       {"__vectorcalloffset__", T_PYSSIZET, offsetof(Object, call), READONLY, nullptr},
       {"__weaklistoffset__", T_PYSSIZET, offsetof(Object, weak_references), READONLY, nullptr},
@@ -359,9 +356,7 @@ PyTypeObject* type_of_operations() {
       {"is_native", &is_native, nullptr, nullptr, nullptr},
       {nullptr, nullptr, nullptr, nullptr, nullptr},
   };
-  static PyType_Slot slots[] = {
-      {Py_tp_doc, const_cast<char*>(kDocstring)},
-      {Py_tp_call, reinterpret_cast<void*>(&PyVectorcall_Call)},
+  PyType_Slot slots[] = {
       {Py_tp_getset, properties},
       {Py_tp_repr, reinterpret_cast<void*>(&represent)},
       {Py_tp_traverse, reinterpret_cast<void*>(&traverse)},
@@ -369,9 +364,10 @@ PyTypeObject* type_of_operations() {
       {Py_tp_dealloc, reinterpret_cast<void*>(&deallocate)},
       {Py_tp_members, members},
       {Py_tp_methods, methods},
+      {is_debug_build() ? Py_tp_call : 0, reinterpret_cast<void*>(&PyVectorcall_Call)},
       {0, nullptr},
   };
-  static PyType_Spec spec{
+  PyType_Spec spec{
       .name = "phalanx._native.PreparedOperation",
       .basicsize = sizeof(Object),
       .itemsize = 0,
@@ -379,11 +375,11 @@ PyTypeObject* type_of_operations() {
                Py_TPFLAGS_DISALLOW_INSTANTIATION,
       .slots = slots,
   };
-  static auto* const type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
-  if (type == nullptr) {
+  PyObject* const made = PyType_FromSpecWithBases(&spec, nb::make_tuple(base).ptr());
+  if (made == nullptr) {
     throw nb::python_error();
   }
-  return type;
+  type_of_operations = reinterpret_cast<PyTypeObject*>(made);
 }
 
 // Calls a function of torch.distributed, which prepares its operation. Returns the operation; or a
@@ -434,7 +430,7 @@ nb::object make_prepared(std::unique_ptr<Prepared> prepared, nb::object plain,
   for (const nb::handle each : tensors) {
     own->tensors.emplace_back(each);
   }
-  nb::object object = nb::steal(PyType_GenericAlloc(type_of_operations(), 0));
+  nb::object object = nb::steal(PyType_GenericAlloc(type_of_operations, 0));
   if (!object.is_valid()) {
     throw nb::python_error();
   }
@@ -444,14 +440,14 @@ nb::object make_prepared(std::unique_ptr<Prepared> prepared, nb::object plain,
 }
 
 Prepared* prepared_of(nb::handle operation) {
-  const Contents* own = Py_TYPE(operation.ptr()) == type_of_operations()
+  const Contents* own = Py_TYPE(operation.ptr()) == type_of_operations
                             ? object_of(operation.ptr()).contents
                             : nullptr;
   return own == nullptr ? nullptr : own->prepared.get();
 }
 
 void bind_prepared(nb::module_& module) {
-  module.attr("PreparedOperation") = nb::borrow(reinterpret_cast<PyObject*>(type_of_operations()));
+  module.def("make_operation_class", &make_class, nb::arg("base"));
   module.def("prepare", &prepare, nb::arg("plain"), nb::arg("function"), nb::arg("arguments"),
              nb::arg("options"), nb::arg("tensors"), nb::arg("site"));
   module.def("wrap_plain", &wrap_plain, nb::arg("plain"));

@@ -38,8 +38,9 @@ class Prepared {
   // Raises the error of a run that failed.
   virtual PyObject* fail(const nb::object& status, double seconds, std::uint32_t site) const = 0;
   virtual bool is_message() const { return false; }
-  // Posts a message; null for a collective.
-  virtual MessagePtr post(Core&) const { return nullptr; }
+  virtual bool is_send() const { return false; }
+  // Posts a message; null for a collective. `detached`: as for Mailbox::isend.
+  virtual MessagePtr post(Core&, bool /*detached*/) const { return nullptr; }
   // The operation as a part of a merged one, if it can be that.
   virtual std::optional<MergedPart> part() const { return std::nullopt; }
   // Visits the Python objects that it holds, for the garbage collector.
@@ -74,13 +75,16 @@ class PreparedOperation : public Prepared {
     }
   }
   bool is_message() const override {
-    return requires(Core& core) { operation_.post(core); };
+    return requires(Core& core) { operation_.post(core, true); };
   }
-  MessagePtr post(Core& core) const override {
-    if constexpr (requires { operation_.post(core); }) {
-      return operation_.post(core);
+  bool is_send() const override {
+    return requires { Operation::kSends; };
+  }
+  MessagePtr post(Core& core, bool detached) const override {
+    if constexpr (requires { operation_.post(core, detached); }) {
+      return operation_.post(core, detached);
     }
-    return Prepared::post(core);
+    return Prepared::post(core, detached);
   }
   std::optional<MergedPart> part() const override {
     if constexpr (requires { operation_.part(rank_); }) {

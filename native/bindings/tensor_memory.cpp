@@ -92,7 +92,8 @@ bool find_view_bits(const nb::list& plain, const nb::list& negative, const nb::l
       addresses.push_back(address_attribute(each));
     }
   }
-  const int head = tensors.empty() ? 0 : static_cast<int>(Py_TYPE(tensors[0])->tp_basicsize);
+  const int head =
+      tensors.empty() ? 0 : nb::cast<int>(nb::handle(tensors[0]).type().attr("__basicsize__"));
   known.object = find_position(
       head, tensors.size(), [&](std::size_t i) { return tensors[i]; },
       [&](std::size_t i) { return addresses[i]; });

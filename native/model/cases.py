@@ -46,6 +46,28 @@ LEASE = ("DEATHS=0", "DEPARTURES=0", "VALUES=11")
 LEASE_DEATH = ("DEATHS=1", "DEPARTURES=0", "VALUES=11")
 LEASE_LEFT = ("DEATHS=0", "DEPARTURES=1", "VALUES=11")
 
+
+def agreement(ranks: int, *, deaths: int = 0, late: int = 0, failures: int = 0) -> tuple[str, ...]:
+    return f"RANKS={ranks}", f"DEATHS={deaths}", f"LATE={late}", f"FAILURES={failures}"
+
+
+def replication(
+    trainers: int, updates: int, *, deaths: int = 0, suspicions: int = 0
+) -> tuple[str, ...]:
+    return (
+        f"TRAINERS={trainers}",
+        f"UPDATES={updates}",
+        f"DEATHS={deaths}",
+        f"SUSPICIONS={suspicions}",
+    )
+
+
+def newcomers(old: int, new: int, *, deaths: int = 0) -> tuple[str, ...]:
+    return f"OLD={old}", f"NEW={new}", f"DEATHS={deaths}"
+
+
+ANY = 255  # timeouts without a limit
+
 # The operations of collective.pml.
 SMALL, GIVE, STREAM, IN_PLACE, SLICED, PARTS, EXCHANGE, TREE = range(1, 9)
 
@@ -101,6 +123,31 @@ def correct_cases() -> list[Case]:
         Case("lease", LEASE_DEATH),
         Case("lease", LEASE_LEFT),
         Case("lease", ("DEATHS=1", "DEPARTURES=1", "VALUES=11"), long=True),
+        # While a rank may still die, no hang is found: hence every number of deaths.
+        *(
+            Case("agreement", agreement(ranks, deaths=deaths, late=late, failures=1))
+            for ranks in (2, 3)
+            for late in (0, 1, ANY)
+            for deaths in range(ranks + 1)
+        ),
+        Case("agreement", (*agreement(3, deaths=2, late=ANY, failures=2), "ROUNDS=6")),
+        *(
+            Case("agreement", agreement(4, deaths=deaths, failures=failures), long=True)
+            for deaths, failures in ((0, 0), (1, 0), (2, 0), (3, 0), (1, 1))
+        ),
+        Case("agreement", agreement(4, late=1), long=True),
+        Case("agreement", agreement(4, deaths=1, late=1), long=True),
+        *(
+            Case("newcomers", newcomers(old, new, deaths=deaths))
+            for old, new in ((1, 1), (1, 2), (2, 1), (2, 2))
+            for deaths in range(3)
+        ),
+        *(
+            Case("replication", replication(2, 2, deaths=deaths, suspicions=suspicions))
+            for deaths in range(3)
+            for suspicions in range(3)
+        ),
+        Case("replication", replication(1, 4, deaths=1, suspicions=2)),
         # Orders that may be weaker: see README.
         Case("waiting", (*WAITING, "SLEEPERS_SUB=relaxed")),
         Case("waiting", (*WAITING, "SLEEPERS_ADD=acq_rel")),
@@ -122,6 +169,9 @@ def correct_cases() -> list[Case]:
         Case("collective", collective(3, TREE, GIVE, TREE, runs_ahead=1)),
         Case("collective", collective(2, TREE, GIVE, TREE, runs_ahead=1, mismatches=1)),
         Case("collective", collective(2, TREE, TREE, SMALL, deaths=1)),
+        Case("collective", (*collective(3, SLICED), "CHAIN"), long=True),
+        Case("collective", (*collective(2, SLICED, SLICED), "CHAIN")),
+        Case("collective", (*collective(2, SLICED, deaths=1), "CHAIN")),
         Case("collective", DIFFERING_AHEAD),
         Case("collective", collective(2, SMALL, SLICED, SMALL, mismatches=1, timeouts=1)),
         Case("collective", collective(3, SMALL, SMALL, mismatches=1), long=True),
@@ -255,6 +305,29 @@ def wrong_steps() -> list[Case]:
         Case("lease", (*LEASE, "NOT_MARKED_UNWRITTEN"), HANGS),
         Case("lease", (*LEASE_LEFT, "ANY_LEASE_ENDS"), ASSERTION),
         Case("lease", (*LEASE_DEATH, "NO_LAST_CHECK"), ASSERTION),
+        Case("newcomers", (*newcomers(2, 1, deaths=1), "INVITES_FIRST"), HANGS),
+        Case("newcomers", (*newcomers(1, 2, deaths=1), "NO_CHECK_OF_NEWCOMERS"), HANGS),
+        Case("newcomers", (*newcomers(1, 2, deaths=1), "NO_ABANDONING"), HANGS),
+        Case("newcomers", (*newcomers(2, 1, deaths=1), "NO_FIRST_COLLECTIVE"), ASSERTION),
+        Case("replication", (*replication(1, 2, suspicions=2), "WITHOUT_STORE"), ASSERTION),
+        Case("replication", (*replication(1, 1, deaths=1), "ANSWERS_EARLY"), ASSERTION),
+        Case("replication", (*replication(1, 2, deaths=1), "WITHOUT_TOKENS"), ASSERTION),
+        Case("replication", (*replication(1, 2, suspicions=1), "MAKES_LATE_CHANGES"), ASSERTION),
+        Case("agreement", (*agreement(2, late=1), "OVERWRITTEN"), ASSERTION),
+        Case("agreement", (*agreement(2, late=1), "EXCLUDED_BY_ONE"), ASSERTION),
+        Case("agreement", (*agreement(2, late=1), "GOES_ON_EXCLUDED"), ASSERTION),
+        Case("agreement", (*agreement(2), "NO_GROUP_FORMED"), ASSERTION),
+        Case("agreement", (*agreement(3, deaths=1), "STRANDED_JOINS"), ASSERTION),
+        Case("agreement", (*agreement(3, deaths=1), "STRANDED_COUNT"), ASSERTION),
+        Case("agreement", (*agreement(2, deaths=1), "NO_CHECK_FOR_DEATHS"), HANGS),
+        Case("agreement", (*agreement(2, deaths=1), "PUBLISHED_LATE"), HANGS),
+        Case("agreement", (*agreement(2, late=ANY), "PUBLISHED_LATE"), ASSERTION),
+        Case("agreement", (*agreement(2, late=ANY), "NO_DECISION_ON_THE_CREATOR"), ASSERTION),
+        Case("agreement", (*agreement(2, deaths=1), "ONE_LOOK"), ASSERTION),
+        Case("agreement", (*agreement(3, late=1), "ONE_LOOK"), ASSERTION),
+        Case("agreement", (*agreement(2, failures=1), "EXCLUDED_CREATOR_AWAITED"), HANGS),
+        Case("agreement", (*agreement(2, failures=1), "GIVES_UP_SILENTLY"), HANGS),
+        Case("agreement", (*agreement(3, deaths=2), "ROUNDS=5"), ASSERTION),
         Case("collective", (*plain, "ONE_ENTRY"), HANGS),
         Case("collective", (*plain, "ENTRY_BEFORE_DATA"), ASSERTION),
         Case("collective", (*ahead, "NO_ENSURE_ENTERED"), ASSERTION),
@@ -274,6 +347,8 @@ def wrong_steps() -> list[Case]:
         Case("collective", (*large(PARTS), "TAKE_EARLY"), ASSERTION),
         Case("collective", (*large(PARTS), "ONE_PLACE"), ASSERTION),
         Case("collective", (*large(SLICED), "COPY_OUT_EARLY"), ASSERTION),
+        Case("collective", (*large(SLICED), "COPY_OUT_EARLY", "CHAIN"), ASSERTION),
+        Case("collective", (*large(SLICED), "BEGIN_EARLY", "CHAIN"), ASSERTION),
         Case("collective", (*large(SLICED), "NO_WAIT_FOR_LATE"), ASSERTION),
         Case("collective", (*large(SLICED), "NO_EXIT_BARRIER"), ASSERTION),
         Case("collective", (*large(EXCHANGE), "NO_SWAP"), ASSERTION),

@@ -21,7 +21,8 @@
 #define GIVE 2     /* the data of rank 0 are in its entry */
 #define STREAM 3   /* stream.h: rank 0 gives chunks */
 #define IN_PLACE 4 /* stream.h: the others read the tensor of rank 0, in its arena */
-#define SLICED 5   /* sliced_reduction.h; any number of ranks has published locations */
+#define SLICED 5   /* sliced_reduction.h; any number of ranks has published locations; CHAIN: over
+                      two caches, the second of which has only the last rank */
 #define PARTS 6    /* parts.h, all_to_all */
 #define EXCHANGE 7 /* exchange.h: two ranks */
 #define TREE 8     /* reduce_over_tree, with all ranks in a chain, or below rank 0 (STAR) */
@@ -54,6 +55,23 @@
 /* The tag of data: operation, chunk, and whether it is combined. */
 #define INPUT(k, c) ((k) * 16 + (c) * 2)
 #define RESULT(k, c) ((k) * 16 + (c) * 2 + 1)
+#define PARTIAL(k, c) ((k) * 16 + (c) * 2 + 8) /* combined by the first of two caches */
+
+/* The caches of a chain. Without CHAIN, all ranks are in one. */
+#ifdef CHAIN
+#define LENGTH 2
+#define SLICES (RANKS - 1)
+#define CACHE(r) ((r) / SLICES) /* the last rank has a cache alone */
+#define LAST_OWNER(s) (RANKS - 1)
+#else
+#define LENGTH 1
+#define SLICES RANKS
+#define CACHE(r) 0
+#define LAST_OWNER(s) (s)
+#endif
+#define is_owner(r, s) (CACHE(r) == 1 || (s) == (r))
+/* In each cache, the result of the ranks up to there. */
+#define COMBINED(r, k, c) (CACHE(r) == LENGTH - 1 -> RESULT(k, c) : PARTIAL(k, c))
 
 byte step[RANKS];
 byte entered[RANKS];
@@ -349,7 +367,7 @@ inline fill(c, tag) {
     do
     :: each < RANKS ->
        if
-       :: mine != SLICED || each != me -> STAGED(me, c, each) = tag
+       :: mine != SLICED || !is_owner(me, each) -> STAGED(me, c, each) = tag
        :: else
        fi;
        each++
@@ -431,54 +449,81 @@ inline stream() {
   located = false
 }
 
-inline combine() {
+/* For each slice that this rank owns: its cache has staged it, and the cache before has combined it. */
+inline combine(c) {
   d_step {
     each = 0;
+    n = 0;
     do
-    :: each < RANKS ->
-       assert(each == me || STAGED(each, c, me) == INPUT(k, c));
+    :: n < SLICES && each < RANKS ->
+       assert(!is_owner(me, n) || CACHE(each) != CACHE(me) || each == me ||
+              STAGED(each, c, n) == INPUT(k, c));
+       assert(!is_owner(me, n) || CACHE(each) + 1 != CACHE(me) || !is_owner(each, n) ||
+              STAGED(each, c, n) == PARTIAL(k, c));
        each++
+    :: n < SLICES && each == RANKS -> each = 0; n++
     :: else -> break
     od;
-    STAGED(me, c, me) = RESULT(k, c);
+    n = 0;
+    do
+    :: n < SLICES && is_owner(me, n) -> STAGED(me, c, n) = COMBINED(me, k, c); n++
+    :: n < SLICES && !is_owner(me, n) -> n++
+    :: else -> break
+    od;
+    n = 0;
     each = 0
   }
 }
 
-inline copy_out() {
+inline copy_out(c) {
   d_step {
     each = 0;
     do
-    :: each < RANKS -> assert(STAGED(each, c, each) == RESULT(k, c)); each++
+    :: each < SLICES -> assert(STAGED(LAST_OWNER(each), c, each) == RESULT(k, c)); each++
     :: else -> break
     od;
     each = 0
   }
 }
 
+/* c: the round. */
 inline reduce_chunks() {
-  c = 0;
+  c = CACHE(me);
+  if
+  :: c != 0 -> step[me] = base + c
+  :: else
+  fi;
   do
-  :: c < CHUNKS ->
+  :: c < CHUNKS + LENGTH ->
      if
-     :: c + 1 < CHUNKS -> fill(c + 1, INPUT(k, c + 1)); advance()
-     :: else
-     fi;
-     if
+#ifdef BEGIN_EARLY
+     :: c != CACHE(me) ->
+#else
      :: c != 0 ->
-        wait_steps(base + 2 * c - 1)
+#endif
+#ifdef COPY_OUT_EARLY
+        wait_steps(base + c - 1)
+#else
+        wait_steps(base + c)
+#endif
      :: else
      fi;
-     combine();
-     advance();
-#ifndef COPY_OUT_EARLY
-     wait_steps(base + 2 * c + (c + 1 == CHUNKS -> 1 : 2));
-#endif
-     copy_out();
+     if
+     :: c >= LENGTH -> copy_out(c - LENGTH)
+     :: else
+     fi;
+     if
+     :: c - CACHE(me) + 1 < CHUNKS -> fill(c - CACHE(me) + 1, INPUT(k, c - CACHE(me) + 1))
+     :: else
+     fi;
+     if
+     :: c - CACHE(me) < CHUNKS -> combine(c - CACHE(me))
+     :: else
+     fi;
+     step[me] = base + c + 1;
      c++
   :: else -> break
-  od;
-  step[me] = base + 2 * CHUNKS
+  od
 }
 
 inline reduce_in_place() {

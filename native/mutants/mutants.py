@@ -4,6 +4,7 @@ A mutant replaces texts that occur exactly once. A mutant that no longer applies
 runs with the tests. Then the source has changed, and the mutant must follow.
 """
 
+from agreement_mutants import AGREEMENT_MUTANTS
 from lease_mutants import LEASE_MUTANTS
 from mutant import Mutant
 from row_mutants import ROWS
@@ -20,6 +21,7 @@ STREAM = "src/collectives/stream.h"
 PARTS = "src/collectives/parts.h"
 EXCHANGE = "src/collectives/exchange.h"
 SLICED = "src/collectives/sliced_reduction.cpp"
+SOURCES = "src/collectives/sources.h"
 LOCATIONS = "src/collectives/locations.h"
 MERGED = "src/collectives/merged.cpp"
 CHANNEL = "src/channel.cpp"
@@ -386,7 +388,47 @@ LARGE = [
         "copied out too early",
         SLICED,
         TSAN_COLLECTIVES,
-        (("base + 2 * chunk + (last ? 1 : 2)", "base + 2 * chunk"),),
+        (("wait_steps(base + round, ", "wait_steps(base + round - 1, "),),
+    ),
+    Mutant(
+        "a cache begins before the one before it",
+        SLICED,
+        COLLECTIVES,
+        (("if (round != 0) {", "if (round != first_round) {"),),
+    ),
+    Mutant(
+        "chunks of all caches are copied out in the same round",
+        SLICED,
+        COLLECTIVES,
+        (
+            ("if (round >= length && ", "if (round > first_round && "),
+            ("copy_out(round - length);", "copy_out(round - first_round - 1);"),
+        ),
+    ),
+    Mutant(
+        "a rank announces a round before it has combined",
+        SLICED,
+        TSAN_COLLECTIVES,
+        (
+            (
+                "    if (chunk < chunks) {\n      combine(chunk);\n    }\n"
+                "    group.advance_to(base + round + 1);",
+                "    group.advance_to(base + round + 1);\n"
+                "    if (chunk < chunks) {\n      combine(chunk);\n    }\n    //",
+            ),
+        ),
+    ),
+    Mutant(
+        "each cache divides the sum",
+        SOURCES,
+        COLLECTIVES,
+        (("end < ranks_ && op_ == ReduceOp::avg", "false && op_ == ReduceOp::avg"),),
+    ),
+    Mutant(
+        "partial results are rounded",
+        SOURCES,
+        COLLECTIVES,
+        (("    return !is_half || ", "    return true || !is_half || "),),
     ),
     Mutant(
         "no exit barrier",
@@ -551,4 +593,5 @@ MUTANTS = [
     *RECORDS,
     *ROWS,
     *LEASE_MUTANTS,
+    *AGREEMENT_MUTANTS,
 ]

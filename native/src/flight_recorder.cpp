@@ -71,7 +71,7 @@ Words words_of(const Record& record) {
           field(record.peer, 0) | field(record.waiting_for, 16) | byte(record.dtype, 32) |
               byte(record.op, 40) | byte(record.outcome, 48) | byte(record.thread, 56),
           field(record.site, 0) | field(record.group, 32) | byte(record.kind, 48) |
-              byte(record.reserved, 56)};
+              byte(record.progress, 56)};
 }
 static_assert(std::endian::native == std::endian::little);
 
@@ -99,6 +99,11 @@ void SharedRecord::clear() {
 void SharedRecord::waiting_for(const Record& value) {
   PHALANX_STEP("record: publish the awaited rank");
   words_[kPeers].store(words_of(value)[kPeers], std::memory_order_release);
+}
+
+void SharedRecord::progress(const Record& value) {
+  PHALANX_STEP("record: publish the progress");
+  words_[kProgress].store(words_of(value)[kProgress], std::memory_order_release);
 }
 
 bool SharedRecord::load(Record& value) const {
@@ -249,6 +254,33 @@ void FlightRecorder::end(int slot, const Record& record) {
 void FlightRecorder::record(Record& record) {
   record.number = layout_->header.operations_begun.fetch_add(1, std::memory_order_relaxed) + 1;
   end(-1, record);
+}
+
+int FlightRecorder::add_link(std::string_view host) {
+  const std::lock_guard lock(mutex_);
+  for (std::size_t number = 0; number < kRecorderLinks; ++number) {
+    LinkEntry& entry = layout_->links[number];
+    if (entry.used.load(std::memory_order_relaxed) == 0) {
+      put(entry.host, host);
+      // A reader that sees it may read the host. Pairs with the load in read_links.
+      entry.used.store(1, std::memory_order_release);
+      return static_cast<int>(number);
+    }
+    if (entry.host == host.substr(0, sizeof entry.host - 1)) {
+      return static_cast<int>(number);
+    }
+  }
+  return -1;
+}
+
+void FlightRecorder::record_link(int link, const LinkBytes& now, const LinkBytes& earlier) {
+  LinkEntry& entry = layout_->links[link];
+  entry.sent.store(now.sent, std::memory_order_relaxed);
+  entry.received.store(now.received, std::memory_order_relaxed);
+  entry.time.store(now.time, std::memory_order_relaxed);
+  entry.earlier_sent.store(earlier.sent, std::memory_order_relaxed);
+  entry.earlier_received.store(earlier.received, std::memory_order_relaxed);
+  entry.earlier_time.store(earlier.time, std::memory_order_relaxed);
 }
 
 void FlightRecorder::report(std::int64_t step, std::optional<double> loss, std::string_view note) {

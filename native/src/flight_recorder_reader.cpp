@@ -151,6 +151,23 @@ void read_reports(const RecorderLayout& layout, RecorderContents& to) {
   }
 }
 
+void read_links(const RecorderLayout& layout, RecorderContents& to) {
+  for (const LinkEntry& entry : layout.links) {
+    // Pairs with the store in FlightRecorder::add_link.
+    if (entry.used.load(std::memory_order_acquire) == 0) {
+      continue;
+    }
+    to.links.push_back(
+        {.host = text_of(entry.host),
+         .now = {.sent = entry.sent.load(std::memory_order_relaxed),
+                 .received = entry.received.load(std::memory_order_relaxed),
+                 .time = entry.time.load(std::memory_order_relaxed)},
+         .earlier = {.sent = entry.earlier_sent.load(std::memory_order_relaxed),
+                     .received = entry.earlier_received.load(std::memory_order_relaxed),
+                     .time = entry.earlier_time.load(std::memory_order_relaxed)}});
+  }
+}
+
 std::vector<std::byte> copy_file(const char* path) {
   // O_NONBLOCK: if the pid belongs to another process here, the path may be a pipe.
   const int fd = ::open(path, O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
@@ -183,6 +200,7 @@ std::string parse_recorder(std::span<const std::byte> bytes, std::size_t history
   read_groups(layout, contents);
   read_records(layout, history, contents);
   read_reports(layout, contents);
+  read_links(layout, contents);
   return {};
 }
 

@@ -61,20 +61,20 @@ Group::Group(std::unique_ptr<Segment> segment, int rank, std::uint16_t entry)
 }
 
 Status Group::connect() {
+  Status status;
   for (int peer = 0; peer < ranks(); ++peer) {
     if (peer == rank_ || pid(peer) == getpid()) {
       continue;  // ranks of one process (in the native tests) live and die together
     }
     const int error = processes_[static_cast<std::size_t>(peer)].open(pid(peer));
     if (error == ESRCH) {
-      return abort(Status{.code = Code::peer_lost, .peer = peer, .reporter = rank_});
-    }
-    if (error != 0) {
+      status = abort(Status{.code = Code::peer_lost, .peer = peer, .reporter = rank_});
+    } else if (error != 0) {
       return Status{.code = Code::system, .error = error};
     }
   }
   segment_->close_descriptor();
-  return {};
+  return status;
 }
 
 bool Group::shares_core(int peer) const {
@@ -248,6 +248,11 @@ void Group::announce(Presence presence, bool wake) {
   }
 }
 
+bool Group::has_gone(int peer) const {
+  return is_lost(peer) ||
+         segment_->control(peer).presence.load(std::memory_order_seq_cst) == Presence::left;
+}
+
 Status Group::peer_status(int peer) const {
   if (Status status = failure(); !status.ok()) {
     return status;
@@ -362,6 +367,14 @@ void Group::begin_composite_wait(std::int16_t global_rank) { begin_wait_for(glob
 
 void Group::end_composite_wait(std::int16_t global_rank, Clock::duration waited) {
   end_wait_for(global_rank, waited);
+}
+
+void Group::set_composite_progress(std::uint8_t percent) {
+  publish_record();
+  record_.progress = percent;
+  if (recording_ != Recording::none && slot_ >= 0) {
+    recorder_->progress(slot_, record_);
+  }
 }
 
 Status Group::refuse(const Status& reason) {

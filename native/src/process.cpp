@@ -135,13 +135,16 @@ int Process::open(int pid) {
   const long descriptor = syscall(SYS_pidfd_open, pid, 0);
   if (descriptor < 0) {
     handle_ = nullptr;
+    missing_ = errno == ESRCH;
     return errno;
   }
   cached = handle_ = std::make_shared<const Handle>(pid, static_cast<int>(descriptor));
   return 0;
 }
 
-bool Process::ended() const { return handle_ && (handle_->ended() || exiting(handle_->pid)); }
+bool Process::ended() const {
+  return missing_ || (handle_ && (handle_->ended() || exiting(handle_->pid)));
+}
 
 std::optional<int> Process::wait_status() const {
   if (!handle_) {

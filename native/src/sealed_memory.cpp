@@ -53,7 +53,11 @@ int open_sealed_memory(int pid, int descriptor) {
 }
 
 Status prefault(void* start, std::size_t bytes) {
-  if (madvise(start, bytes, MADV_POPULATE_WRITE) == 0) {
+  // madvise refuses an address within a page.
+  const std::size_t before = reinterpret_cast<std::uintptr_t>(start) % kPage;
+  std::byte* first = static_cast<std::byte*>(start) - before;
+  bytes += before;
+  if (madvise(first, bytes, MADV_POPULATE_WRITE) == 0) {
     return {};
   }
   if (errno != EINVAL) {
@@ -62,7 +66,7 @@ Status prefault(void* start, std::size_t bytes) {
   // Before Linux 5.14. An atomic or with 0 touches a page without changing what a peer may be
   // writing there.
   for (std::size_t at = 0; at < bytes; at += kPage) {
-    auto* byte = reinterpret_cast<std::atomic<std::uint8_t>*>(static_cast<std::byte*>(start) + at);
+    auto* byte = reinterpret_cast<std::atomic<std::uint8_t>*>(first + at);
     byte->fetch_or(0, std::memory_order_relaxed);
   }
   return {};

@@ -8,7 +8,7 @@ namespace phalanx {
 namespace {
 
 struct Offsets {
-  std::size_t control, small_rings, large_rings, exchange, channels, end;
+  std::size_t control, small_rings, large_rings, exchange, channels, agreement, end;
 };
 
 constexpr Offsets offsets_for(std::size_t ranks) {
@@ -18,13 +18,14 @@ constexpr Offsets offsets_for(std::size_t ranks) {
   o.large_rings = o.small_rings + ranks * kSmallRing;
   o.exchange = o.large_rings + ranks * kLargeRing;
   o.channels = o.exchange + (ranks == 2 ? 2 * kExchangeBytes : 0);
-  o.end = o.channels + ranks * ranks * sizeof(Channel);
+  o.agreement = o.channels + ranks * ranks * sizeof(Channel);
+  o.end = o.agreement + whole_pages((2 * ranks + 2) * Segment::round_bytes(ranks));
   return o;
 }
 static_assert(offsets_for(2).end == 4096 + 4096 + 2 * (32768 + 2097152) + 2 * 524288 +
-                                        4 * (4096 + 65536 + 262144) &&
+                                        4 * (4096 + 65536 + 262144) + 4096 &&
                   offsets_for(3).end ==
-                      4096 + 4096 + 3 * (32768 + 2097152) + 9 * (4096 + 65536 + 262144),
+                      4096 + 4096 + 3 * (32768 + 2097152) + 9 * (4096 + 65536 + 262144) + 4096,
               "a changed layout needs a new kLayoutVersion");
 
 bool valid(int ranks) { return ranks >= 1 && ranks <= kMaxRanks; }
@@ -117,6 +118,7 @@ Segment::Segment(SealedMemory memory, std::byte* base, int ranks)
   large_rings_ = base_ + offsets.large_rings;
   exchange_ = base_ + offsets.exchange;
   channels_ = reinterpret_cast<Channel*>(base_ + offsets.channels);
+  agreement_ = base_ + offsets.agreement;
 }
 
 Channel& Segment::channel(int source, int destination) const {

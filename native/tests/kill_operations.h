@@ -57,6 +57,10 @@ inline bool has_path(Operation operation, Path path) {
 
 inline bool collective(Operation operation) { return operation < Operation::messages; }
 
+inline bool reduces_over_caches(Operation operation) {
+  return operation == Operation::reduce || operation == Operation::all_reduce;
+}
+
 // Small, so that large operations need few copies and several chunks.
 inline constexpr std::size_t kTestChunk = 8 * 1024;
 
@@ -65,14 +69,18 @@ struct Task {
   Path path = Path::small;
   int size = 2;
   int root = 0;
-  int fan = 0;  // the most children of a rank in the tree; 0: no tree
+  int fan = 0;  // the most children of a rank in the tree, and ranks of a cache; 0: no tree
   std::uint64_t salt = 0;
 
   Tree tree_of(int rank) const {
     if (fan == 0) return {};
     std::vector<int> parents = {-1};
-    for (int each = 1; each < size; ++each) parents.push_back((each - 1) / fan);
-    return {parents, rank};
+    std::vector<int> caches = {0};
+    for (int each = 1; each < size; ++each) {
+      parents.push_back((each - 1) / fan);
+      if (each % fan == 0) caches.push_back(each);
+    }
+    return {parents, rank, caches};
   }
   std::size_t count() const {
     constexpr std::size_t ring = kRingBytes / sizeof(std::uint64_t);

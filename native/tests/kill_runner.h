@@ -235,8 +235,10 @@ class CaseRunner {
 
   // Whether a rank that has completed a task knows that no rank needs any other any more: a later
   // failure must not spoil it for a slower rank. A sender knows only about its own part, and a root
-  // may wait for takers of large data that the others do not wait for.
+  // may wait for takers of large data that the others do not wait for. Over a tree, a rank does not
+  // know about those below others, which need the ranks between.
   static bool settles(const Task& task) {
+    if (task.fan != 0 && task.path == Path::small) return false;
     switch (task.operation) {
       case Operation::broadcast:
       case Operation::scatter: return task.size == 2 || task.path == Path::small;

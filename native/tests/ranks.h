@@ -141,6 +141,17 @@ inline std::vector<int> random_tree(int size, Random& random) {
   return parents;
 }
 
+// The first ranks of random caches; often none, which is no chain.
+inline std::vector<int> random_caches(int size, Random& random) {
+  std::vector<int> caches;
+  const std::size_t largest = random.below(static_cast<std::size_t>(size) + 1);
+  for (int rank = 0; largest != 0 && rank < size;
+       rank += 1 + static_cast<int>(random.below(largest))) {
+    caches.push_back(rank);
+  }
+  return caches;
+}
+
 enum class Mapping { same, own };
 
 // The context of a rank's thread.
@@ -215,6 +226,7 @@ inline void run(int size, const Body& body, Mapping mapping = Mapping::same,
   static std::uint64_t runs = 0;
   Random random(2'000 + runs++);
   const std::vector<int> tree = random_tree(size, random);
+  const std::vector<int> caches = random_caches(size, random);
   std::barrier<> together(size);
   std::barrier<> ended(size + 1);
   std::vector<std::thread> threads;
@@ -224,7 +236,7 @@ inline void run(int size, const Body& body, Mapping mapping = Mapping::same,
       Mailbox mailbox(group);
       together.arrive_and_wait();
       CHECK(group.connect().ok());
-      if (!tree.empty()) group.set_tree(Tree(tree, self));
+      if (!tree.empty()) group.set_tree(Tree(tree, self, caches));
       Rank rank{group, mailbox, together, Random(static_cast<std::uint64_t>(self)), self, size};
       body(rank);
       group.leave();

@@ -199,6 +199,68 @@ Operation random_operation(Random& script, int size, bool large) {
   return o;
 }
 
+constexpr std::array kAll = {DType::boolean, DType::uint8,     DType::int8,      DType::uint16,
+                             DType::int16,   DType::uint32,    DType::int32,     DType::uint64,
+                             DType::int64,   DType::float16,   DType::bfloat16,  DType::float32,
+                             DType::float64, DType::complex64, DType::complex128};
+
+// Enough data for a chain of caches.
+std::size_t large_count(std::size_t caches, DType dtype, Random& script) {
+  const std::size_t least = 2 * caches * kChunkBytes / 4;
+  return (least + script.below(least)) / size_of(dtype) + 1;
+}
+
+// Any bits, NaN among them; of larger floats, mostly such whose sums round.
+Buffer any_input(const Operation& o, int rank, Random& random) {
+  Buffer out(o.count, o.dtype, random);
+  const bool is_boolean = o.dtype == DType::boolean;
+  for (std::size_t i = 0; i < out.size() / 8; ++i) {
+    out.set(i, word(o.salt, rank, i) & (is_boolean ? 0x0101010101010101 : ~0UL));
+  }
+  for (std::size_t i = out.size() / 8 * 8; i < out.size(); ++i) {
+    out.set(i, static_cast<std::uint8_t>(word(o.salt, rank, i) & (is_boolean ? 1 : 255)));
+  }
+  const bool is_single = o.dtype == DType::float32 || o.dtype == DType::complex64;
+  for (std::size_t i = 0; is_single && i < out.size() / sizeof(float); ++i) {
+    if (i % 16 != 0) out.set(i, element<float>(o.salt, rank, i));
+  }
+  const bool is_double = o.dtype == DType::float64 || o.dtype == DType::complex128;
+  for (std::size_t i = 0; is_double && i < out.size() / sizeof(double); ++i) {
+    if (i % 16 != 0) out.set(i, element<double>(o.salt, rank, i));
+  }
+  return out;
+}
+
+// Whether an operation over caches gives the bits of a flat group, and goes from cache to cache
+// unless the rounding of partial results would change the bits.
+bool same_over_caches(Rank& rank, const Operation& o, const std::vector<int>& caches) {
+  const std::vector<int> star = [&] {
+    std::vector<int> parents(static_cast<std::size_t>(rank.size), 0);
+    parents[0] = -1;
+    return parents;
+  }();
+  std::array<std::uint64_t, 2> steps{};
+  std::vector<Buffer> results;
+  for (const bool chained : {false, true}) {
+    rank.group.set_tree(chained ? Tree(star, rank.self, caches) : Tree());
+    Buffer data = any_input(o, rank.self, rank.random);
+    const std::uint64_t before = rank.group.step();
+    const Status status =
+        o.kind == Kind::all_reduce
+            ? all_reduce(rank.group, data.data(), o.count, o.dtype, o.op, within())
+            : reduce(rank.group, data.data(), o.count, o.dtype, o.op, o.root, within());
+    steps[chained] = rank.group.step() - before;
+    if (!status.ok() || !data.guards_intact()) return false;
+    results.push_back(std::move(data));
+  }
+  const bool rounds = (o.dtype == DType::float16 || o.dtype == DType::bfloat16) &&
+                      o.op != ReduceOp::min && o.op != ReduceOp::max;
+  // The entry over a tree takes two more steps, and each further cache one more round at least.
+  const bool went_over_caches = steps[1] >= steps[0] + 2 + caches.size() - 1;
+  const bool stayed_flat = steps[1] == steps[0] + 2;
+  return results[0] == results[1] && (rounds ? stayed_flat : went_over_caches);
+}
+
 // A random mixture, in which one of `large_one_in` operations is larger than inline.
 void mixture(int size, int operations, std::size_t large_one_in, Mapping mapping,
              bool send_signals) {
@@ -326,6 +388,33 @@ TEST(consecutive_large_reductions) {
           }
         },
         Mapping::same, true);
+  }
+}
+
+TEST(large_reductions_over_caches_have_the_bits_of_a_flat_group) {
+  struct Shape {
+    int size;
+    std::vector<int> caches;  // the first rank of each
+    std::size_t one_in = 1;   // of all dtypes and operators
+  };
+  const std::array shapes = {Shape{4, {0, 2}}, Shape{3, {0, 1, 2}}, Shape{7, {0, 1, 4}},
+                             Shape{12, {0, 4, 5, 9}}, Shape{33, {0, 8, 16, 21, 29}, 8}};
+  for (const Shape& shape : shapes) {
+    ranks::run(shape.size, [&shape](Rank& rank) {
+      Random script(static_cast<std::uint64_t>(shape.size));
+      for (const DType dtype : kAll) {
+        for (int op = 1; op <= 8; ++op) {
+          const Operation o{.kind = script.one_in(3) ? Kind::reduce : Kind::all_reduce,
+                            .dtype = dtype,
+                            .op = static_cast<ReduceOp>(op),
+                            .count = large_count(shape.caches.size(), dtype, script),
+                            .root = static_cast<int>(script.below(rank.group.ranks())),
+                            .salt = script.bits()};
+          if (!supports(dtype, o.op) || !script.one_in(shape.one_in * ranks::kShare)) continue;
+          if (!CHECK(same_over_caches(rank, o, shape.caches))) return;
+        }
+      }
+    });
   }
 }
 

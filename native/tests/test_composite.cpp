@@ -58,6 +58,7 @@ TEST(a_composite_operation_counts_once) {
       CHECK(std::ranges::all_of(data, [](float each) { return each == 2.0F; }));
       rank.group.begin_composite_wait(12);
       rank.group.end_composite_wait(12, 1h);
+      rank.group.set_composite_progress(static_cast<std::uint8_t>(number));
       rank.group.end_composite(Code::ok);
       CHECK_EQ(rank.group.sequence(), number);
     }
@@ -71,6 +72,7 @@ TEST(a_composite_operation_counts_once) {
   for (const Record& record : composite) {
     CHECK_EQ(record.count, record.sequence);
     CHECK_EQ(record.waiting_for, 12);
+    CHECK_EQ(record.progress, record.sequence);
     CHECK(record.outcome == Code::ok && record.waited >= 3'600'000'000'000ULL);
   }
 }

@@ -19,19 +19,23 @@ using namespace phalanx;
 
 namespace {
 
-// The numbers of layout version 2: a change of any of them requires a new kRecorderVersion.
-static_assert(kRecorderVersion == 2 && kRecorderMagic == 0x584f424c4b434201);
+// The numbers of layout version 3: a change of any of them requires a new kRecorderVersion.
+static_assert(kRecorderVersion == 3 && kRecorderMagic == 0x584f424c4b434201);
 static_assert(sizeof(Record) == 64 && sizeof(SharedRecord) == 72);
 static_assert(offsetof(Record, sequence) == 32 && offsetof(Record, peer) == 48);
 static_assert(offsetof(Record, dtype) == 52 && offsetof(Record, site) == 56);
 static_assert(offsetof(Record, group) == 60 && offsetof(Record, kind) == 62);
+static_assert(offsetof(Record, progress) == 63);
 static_assert(offsetof(RecorderHeader, host) == 48 && offsetof(RecorderHeader, job) == 176);
 static_assert(offsetof(RecorderHeader, operations_begun) == 320 &&
               offsetof(RecorderHeader, main_thread_wait) == 360);
 static_assert(offsetof(RecorderHeader, exception) == 372);
 static_assert(sizeof(GroupEntry) == 896 && offsetof(GroupEntry, name) == 40);
 static_assert(sizeof(CallSite) == 128 && sizeof(SharedReport) == 40);
-static_assert(sizeof(RecorderLayout) == 561152 && offsetof(RecorderLayout, history) == 266240);
+static_assert(sizeof(LinkEntry) == 128 && offsetof(LinkEntry, sent) == 8);
+static_assert(offsetof(LinkEntry, time) == 24 && offsetof(LinkEntry, host) == 56);
+static_assert(sizeof(RecorderLayout) == 569344 && offsetof(RecorderLayout, history) == 266240);
+static_assert(offsetof(RecorderLayout, links) == 561152);
 
 std::unique_ptr<FlightRecorder> make() {
   const int fd = memfd_create("recorder", MFD_CLOEXEC);
@@ -210,6 +214,29 @@ TEST(reports_and_the_ending) {
   CHECK_EQ(read.exception.size(), 511U);
 }
 
+TEST(links_to_other_hosts) {
+  const auto recorder = make();
+  CHECK_EQ(recorder->add_link("node-b"), 0);
+  CHECK_EQ(recorder->add_link("node-c"), 1);
+  CHECK_EQ(recorder->add_link("node-b"), 0);
+  recorder->record_link(1, {.sent = 70, .received = 80, .time = 90},
+                        {.sent = 7, .received = 8, .time = 9});
+  const std::vector<RecordedLink> links = contents(*recorder).links;
+  CHECK_EQ(links.size(), 2U);
+  CHECK(links[0].host == "node-b" && links[0].now.sent == 0 && links[0].earlier.time == 0);
+  CHECK(links[1].host == "node-c" && links[1].now.sent == 70 && links[1].now.received == 80);
+  CHECK(links[1].now.time == 90 && links[1].earlier.sent == 7);
+  CHECK(links[1].earlier.received == 8 && links[1].earlier.time == 9);
+  const std::string name(100, 'x');  // longer than its place
+  CHECK_EQ(recorder->add_link(name), 2);
+  CHECK_EQ(recorder->add_link(name), 2);
+  CHECK(name.starts_with(contents(*recorder).links[2].host));
+  for (std::size_t number = 3; number < kRecorderLinks; ++number) {
+    CHECK_EQ(recorder->add_link("host " + std::to_string(number)), static_cast<int>(number));
+  }
+  CHECK_EQ(recorder->add_link("one too many"), -1);
+}
+
 TEST(more_call_sites_than_slots) {
   const auto recorder = make();
   std::uint32_t last = 0;
@@ -293,6 +320,7 @@ TEST(hostile_contents) {
     CHECK_EQ(parse_recorder(bytes, kRecorderHistory, read), "");
     CHECK(read.done.size() <= kRecorderHistory && read.open.size() <= kRecorderOpen);
     CHECK(read.groups.size() <= kRecorderGroups && read.reports.size() <= kRecorderReports);
+    CHECK(read.links.size() <= kRecorderLinks);
   }
 }
 

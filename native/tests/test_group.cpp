@@ -124,6 +124,9 @@ TEST(every_difference_is_reported_on_every_rank) {
         std::vector<Failure> failures(static_cast<std::size_t>(size), Status{});
         ranks::run(size, [&](Rank& rank) {
           CHECK(barrier(rank.group, within()).ok());
+          // Only now has the barrier ended everywhere: over a tree, a rank whose parent has not yet
+          // passed it down fails it too if the group breaks in the next operation.
+          rank.together.arrive_and_wait();
           ranks::random_delay(rank.random);
           statuses[rank.self] =
               ranks::enter(rank.group, rank.self == odd ? other : usual, within());
@@ -315,6 +318,7 @@ TEST(waiting_for_a_rank_that_left_fails) {
       Statuses statuses(size);
       ranks::run(size, [&](Rank& rank) {
         CHECK(barrier(rank.group, within()).ok());
+        rank.together.arrive_and_wait();  // the barrier has ended everywhere
         if (rank.self == 0) {
           if (asleep) others_sleep(rank);
           rank.group.leave();
@@ -451,7 +455,8 @@ TEST(random_disagreement_never_hangs) {
         const std::size_t count = (i % 3 == 0 ? kSmallBytes * 2 : 10 * i) + wrong;
         ranks::random_delay(rank.random);
         status = all_reduce(rank.group, data.data(), count, DType::uint8, ReduceOp::max, within());
-        CHECK_EQ(status.code, i == when ? Code::mismatch : Code::ok);
+        // A rank far down a tree may learn of it before its parent has passed down the one before.
+        CHECK(status.ok() ? i < when : i + 1 >= when);
       }
       statuses[rank.self] = status;
     });

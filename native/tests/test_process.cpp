@@ -127,6 +127,8 @@ class Peer {
     pid = fork_child([&] {
       Status opened;
       Group other(Segment::open(parent, descriptor, 2, kNonce, opened), 1);
+      const RankControl& parent_control = other.segment().control(0);
+      CHECK(ranks::eventually([&] { return parent_control.presence.load() != Presence::absent; }));
       Mailbox messages(other);
       body(other, messages);
     });

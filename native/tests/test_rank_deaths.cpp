@@ -48,6 +48,11 @@ std::vector<Case> exhaustive_cases(const Options& options) {
             all.push_back(c);
             c.task.fan = 0;
           }
+          if (size == 3 && path == Path::staged && reduces_over_caches(c.task.operation)) {
+            c.task.fan = 2;  // two ranks of one cache, and one of another
+            all.push_back(c);
+            c.task.fan = 0;
+          }
           if (!options.all && victim != number % size) continue;
           for (int second = 0; size == 3 && second < size; ++second) {
             if (second == victim) continue;

@@ -17,8 +17,8 @@ namespace {
 
 constexpr std::uint64_t kNonce = 0xfeedface12345678;
 
-// The numbers of layout version 3: a change of any of them requires a new kLayoutVersion.
-static_assert(kLayoutVersion == 3);
+// The numbers of layout version 4: a change of any of them requires a new kLayoutVersion.
+static_assert(kLayoutVersion == 4);
 static_assert(kMagic == 0x584e414c41485001);
 static_assert(kSmallBytes == 16384 && kChunkBytes == 262144 && kRingBytes == 262144);
 static_assert(kOversubscribedChunkBytes == 1048576 && kExchangeBytes == 524288);
@@ -44,9 +44,12 @@ static_assert(sizeof(Channel) == 4096 + 65536 + 262144 && alignof(Channel) == 40
 static_assert(offsetof(Channel, tail) == 64 && offsetof(Channel, taken) == 72);
 static_assert(offsetof(Channel, slots) == 4096 && offsetof(Channel, ring) == 4096 + 65536);
 static_assert(sizeof(SharedFingerprint) == 16);
+static_assert(sizeof(AgreementRound) == 64 && offsetof(AgreementRound, pid) == 4);
+static_assert(offsetof(AgreementRound, descriptor) == 8 && offsetof(AgreementRound, nonce) == 16);
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 static_assert(std::atomic<Presence>::is_always_lock_free);
+static_assert(std::atomic<Decision>::is_always_lock_free);
 
 std::size_t open_files() {
   const std::filesystem::directory_iterator files("/proc/self/fd");
@@ -110,6 +113,14 @@ TEST(parts_are_contiguous) {
         next += 4096 + 65536 + 262144;
       }
     }
+    const std::size_t round = 64 + (n + 63) / 64 * 64;
+    CHECK_EQ(segment->agreement_rounds(), 2 * ranks + 2);
+    for (int number = 0; number < 2 * ranks + 2; ++number) {
+      const std::size_t begin = next + static_cast<std::size_t>(number) * round;
+      CHECK_EQ(offset(&segment->agreement_round(number)), begin);
+      CHECK_EQ(offset(&segment->decision(number, ranks - 1)), begin + 64 + n - 1);
+    }
+    next += ((2 * n + 2) * round + 4095) / 4096 * 4096;
     CHECK_EQ(Segment::bytes_for(ranks), next);
   }
 }
@@ -118,7 +129,7 @@ TEST(the_header_is_filled_and_the_rest_is_zero) {
   const auto segment = make(3);
   const Header& header = segment->header();
   CHECK_EQ(header.magic, kMagic);
-  CHECK_EQ(header.layout_version, 3u);
+  CHECK_EQ(header.layout_version, 4u);
   CHECK_EQ(header.ranks, 3u);
   CHECK_EQ(header.nonce, kNonce);
   CHECK_EQ(header.bytes, Segment::bytes_for(3));

@@ -41,13 +41,16 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from phalanx._native import PreparedOperation as PreparedOperation
+    from phalanx.backend.compiled import PreparedOperation as PreparedOperation
     from phalanx.backend.operands import empty_shared as empty_shared
     from phalanx.backend.options import Options as Options
     from phalanx.backend.prepared import plan as plan
     from phalanx.backend.prepared import prepare as prepare
     from phalanx.backend.process_group import abort as abort
     from phalanx.backend.process_group import host_ranks as host_ranks
+    from phalanx.backend.rank_changes import RankChange as RankChange
+    from phalanx.backend.rank_changes import replace as replace
+    from phalanx.backend.rank_changes import shrink as shrink
     from phalanx.errors import Aborted as Aborted
     from phalanx.errors import ArgumentTypeError as ArgumentTypeError
     from phalanx.errors import CallTimeout as CallTimeout
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
     from phalanx.errors import LaunchError as LaunchError
     from phalanx.errors import PeerLost as PeerLost
     from phalanx.errors import PhalanxError as PhalanxError
+    from phalanx.errors import RankExcluded as RankExcluded
     from phalanx.errors import RemoteError as RemoteError
     from phalanx.errors import UsageError as UsageError
     from phalanx.launcher.init import Session as Session
@@ -75,7 +79,9 @@ _MODULES = {
     "Options": "phalanx.backend.options",
     "PeerLost": "phalanx.errors",
     "PhalanxError": "phalanx.errors",
-    "PreparedOperation": "phalanx._native",
+    "PreparedOperation": "phalanx.backend.compiled",
+    "RankChange": "phalanx.backend.rank_changes",
+    "RankExcluded": "phalanx.errors",
     "RemoteError": "phalanx.errors",
     "Session": "phalanx.launcher.init",
     "UsageError": "phalanx.errors",
@@ -86,7 +92,9 @@ _MODULES = {
     "launch": "phalanx.launcher.launch",
     "plan": "phalanx.backend.prepared",
     "prepare": "phalanx.backend.prepared",
+    "replace": "phalanx.backend.rank_changes",
     "report": "phalanx.observe.recorder",
+    "shrink": "phalanx.backend.rank_changes",
 }
 
 __all__ = ["__version__", *_MODULES]  # noqa: PLE0604 - the keys are strings

@@ -34,6 +34,8 @@ def register() -> None:
 
 
 def _create(options: object, backend_options: object = None) -> object:
+    # The functions for lost ranks now: after a loss, the import would take as long as all else.
+    import phalanx.backend.rank_changes  # noqa: F401
     from phalanx.backend.process_group import create
 
     return create(options, backend_options)

@@ -9,10 +9,13 @@ group is broken. Nothing is validated here: `phalanx.backend` does that.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from phalanx.backend.compiled import PreparedOperation
+
 _Ints = Sequence[int]
 
 DTYPES: dict[str, int]
 REDUCE_OPS: dict[str, int]
+ENCODINGS: dict[str, int]
 LAYOUT_VERSION: int
 MAX_RANKS: int
 SMALL_BYTES: int
@@ -29,6 +32,18 @@ def reduce(output: int, sources: _Ints, count: int, dtype: int, op: int, divisor
 
     `divisor` is used by "avg" only.
     """
+
+def quantized_size(count: int, encoding: int) -> int:
+    """Return the size of `count` encoded float32 elements in bytes."""
+
+def quantize(output: int, values: int, residual: int, count: int, encoding: int) -> None:
+    """Encode `count` float32 values, with the residual added; the residual becomes what is lost.
+
+    `residual` is the address of as many float32 elements, or 0.
+    """
+
+def dequantize(output: int, encoded: int, count: int, encoding: int) -> None:
+    """Decode `count` float32 values."""
 
 def overlap(
     inputs: _Ints, input_counts: _Ints, outputs: _Ints, output_counts: _Ints, dtype: int
@@ -52,8 +67,9 @@ def read_flight_recorder(data: bytes, history: int) -> dict[str, Any]:
     the main thread waits for while a group's thread runs it; 0 for none), groups (list of dicts
     with the fields of `phalanx.observe.model.Group`; members as the text "0-3,6"), open and done
     (lists of dicts with the fields of `phalanx.observe.model.Operation`; done: the newest `history`
-    of them, oldest first), reports (list of (time, step, loss)), torn (the number of records that
-    were being written when the file was copied).
+    of them, oldest first), reports (list of (time, step, loss)), links (list of dicts: host, now
+    and earlier as in `record_link`), torn (the number of records that were being written when the
+    file was copied).
 
     Raises:
         ValueError: The data are not a flight recorder, have another layout version, or are damaged.
@@ -80,6 +96,18 @@ def set_main_thread_wait(number: int) -> None:
     """Record the operation of a group's thread that the main thread waits for; 0 for none.
 
     Call it in the main thread.
+    """
+
+def add_link(host: str) -> int:
+    """Return the number of the link to a host in the flight recorder; -1 if it has no place."""
+
+def record_link(link: int, now: tuple[int, int, int], earlier: tuple[int, int, int]) -> None:
+    """Record the bytes that a link has sent and received until some time, in nanoseconds.
+
+    Args:
+        link: The number that `add_link` returned; nothing is recorded if it is -1.
+        now: The bytes sent and received so far, and the time (monotonic).
+        earlier: The same at an earlier time, from which readers compute the bandwidth.
     """
 
 def report(step: int, loss: float | None, note: str) -> None:
@@ -410,15 +438,21 @@ class Group:
     def unexpected_peak(self) -> int:
         """The peak number of bytes that unexpected messages took in private memory."""
 
-    def set_tree(self, parents: list[int]) -> None:
+    def set_tree(self, parents: list[int], caches: list[int]) -> None:
         """Set the tree over which the ranks meet, before the first operation; [] is a flat group.
 
         Args:
             parents: The parent of each rank, a lower rank; -1 for rank 0. Else ValueError.
+            caches: The first rank of each cache, if large data are to be reduced over them; or [].
+                They ascend from 0. Else ValueError.
         """
 
     @property
     def has_tree(self) -> bool: ...
+    @property
+    def caches(self) -> list[int]:
+        """The first rank of each cache over which large data are reduced."""
+
     def absent_ranks(self) -> list[int]:
         """Return the ranks that have not joined yet."""
 
@@ -450,6 +484,37 @@ class Group:
         `reason` goes to the flight recorder, unless the group is broken.
         """
 
+    def has_gone(self, rank: int) -> bool:
+        """Return whether a rank has left, or is dead or dying, even if the group is broken."""
+
+    def decide(self, number: int, rank: int, wanted: str) -> str:
+        """Decide on a rank in a round of the agreement on the ranks that go on.
+
+        Args:
+            number: The number of the round, from 0.
+            rank: The rank.
+            wanted: "joined" or "stranded", by the rank itself, or "excluded".
+
+        Returns:
+            The decision, which is an earlier one if there was one.
+
+        Raises:
+            OSError: There is no memory for the round.
+            ValueError: There is no such round, rank or decision.
+        """
+
+    def decision(self, number: int, rank: int) -> str | None:
+        """Return the decision on a rank, or None.
+
+        This rank has made its own decision in this round or in the one before.
+        """
+
+    def publish_successor(self, number: int, descriptor: int, nonce: int) -> None:
+        """Publish the segment that the members of a round enter; the lowest one does it, once."""
+
+    def successor(self, number: int) -> tuple[int, int, int] | None:
+        """Return pid, descriptor and nonce of that segment; None if it is not published."""
+
     def is_failing(self, rank: int) -> bool:
         """Return whether a rank has announced that."""
 
@@ -476,6 +541,9 @@ class Group:
         """Record that this rank waits for a rank of another host, by its global rank."""
 
     def end_composite_wait(self, rank: int, seconds: float) -> None: ...
+    def set_composite_progress(self, percent: int) -> None:
+        """Record how much of the composite operation is done."""
+
     def close(self) -> None:
         """Leave the group, and unmap the segment once calls in other threads have returned."""
 
@@ -639,46 +707,8 @@ def install_direct_calls(
     fields. A collective without them keeps its general method.
     """
 
-class PreparedOperation:
-    """An operation whose arguments were read once, to run many times.
-
-    Results of `phalanx.prepare` and `phalanx.plan`, which say what a run does. It can run once at a
-    time, in any thread.
-    """
-
-    def __call__(self) -> None:
-        """Run the operation, and block until it has ended.
-
-        Raises:
-            UsageError: A tensor has changed since the preparation; the operation is running in
-                another thread, or was started.
-            ArgumentTypeError: Arguments were given.
-            DistBackendError: As the plain call raises it.
-        """
-
-    def start(self) -> None:
-        """Start the operation; `wait` ends it. The tensors must not be used in between.
-
-        Started operations of a group run in the order of their starts. Does not block. Raises what
-        a call raises at once.
-        """
-
-    def wait(self) -> None:
-        """Block until the operation that was started has ended.
-
-        Raises what a call raises; UsageError if the operation was not started.
-        """
-
-    def run_queued(self, seconds: float) -> Status | None:
-        """Run the operation in the group's thread; return its failure. For `plan`."""
-
-    @property
-    def plain(self) -> Any:
-        """The general ways of the operation, see `phalanx.backend.prepared`."""
-
-    @property
-    def is_native(self) -> bool:
-        """True if runs go to the core; False if they call the plain function."""
+def make_operation_class(base: type[PreparedOperation]) -> None:
+    """Create the native class of prepared operations, once. `base` has its interface."""
 
 def prepare(
     plain: Any,

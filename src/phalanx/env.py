@@ -24,6 +24,7 @@ __all__ = [
     "host_id",
     "integer",
     "interface",
+    "is_newcomer",
     "job",
     "jobs_directory",
     "jobs_kept",
@@ -34,6 +35,7 @@ __all__ = [
     "replaced_backends",
     "transport",
     "tunnel_host",
+    "unreplaced_key",
 ]
 
 JOB_NAME = re.compile(r"[0-9]{8}-[0-9]{4}-[a-z0-9]{6}", re.ASCII)
@@ -89,6 +91,10 @@ VARIABLES = {
         "share memory and communicate through a transport, as if they were on different machines. "
         "Set for every rank by `phalanx run --simulate-hosts`. Ranks with the same value share "
         "memory only if they can. Unset: all ranks that can share memory do."
+    ),
+    "PHALANX_NEWCOMER": (
+        "`1` in a process that takes the place of a lost rank, whose number is in `RANK`: it joins "
+        "the group when the other ranks call `phalanx.replace`."
     ),
     "PHALANX_TRANSPORT": (
         "The transport between hosts, unless `phalanx.init(transport=...)` gives it: `gloo`; "
@@ -442,6 +448,16 @@ def key() -> tuple[int | None, str]:
 def host_id() -> str:
     """Return the host that `PHALANX_HOST_ID` names; empty if it is unset."""
     return os.environ.get("PHALANX_HOST_ID", "")
+
+
+def unreplaced_key(rank: int) -> str:
+    """Return the key in the ranks' store by which a launcher says that it replaces no lost rank."""
+    return f"phalanx/unreplaced/{rank}"
+
+
+def is_newcomer() -> bool:
+    """Return whether this process takes the place of a lost rank."""
+    return os.environ.get("PHALANX_NEWCOMER", "") == "1"
 
 
 def transport() -> str:

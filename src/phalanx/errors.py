@@ -27,6 +27,7 @@ __all__ = [
     "LaunchError",
     "PeerLost",
     "PhalanxError",
+    "RankExcluded",
     "RemoteError",
     "UsageError",
 ]
@@ -129,6 +130,16 @@ class Aborted(PhalanxError):  # noqa: N818 - the design's name
         >>> error = phalanx.Aborted("the group was aborted by rank 0: loss is NaN", ranks=[0])
         >>> error.ranks
         (0,)
+    """
+
+
+class RankExcluded(PhalanxError):  # noqa: N818 - like the ones above
+    """The other ranks of the group go on without this one; this process should end.
+
+    Example:
+        >>> error = phalanx.RankExcluded("rank 2 was late, and is not in the new group", ranks=[2])
+        >>> error.ranks
+        (2,)
     """
 
 

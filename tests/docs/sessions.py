@@ -16,6 +16,8 @@ from pathlib import Path
 from tests.docs.fences import Fence
 
 LIMIT = 100.0
+# The width of the terminal that the pages show.
+_SHELL = {"COLUMNS": "80"}
 
 
 def run(command: str, directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -23,7 +25,7 @@ def run(command: str, directory: Path, **environment: str) -> subprocess.Complet
     return subprocess.run(
         ["bash", "-o", "pipefail", "-c", f'PATH="{Path(sys.executable).parent}:$PATH"; {command}'],
         cwd=directory,
-        env={**os.environ, "PHALANX_JOBS_DIR": str(directory / ".jobs"), **environment},
+        env={**os.environ, **_SHELL, "PHALANX_JOBS_DIR": str(directory / ".jobs"), **environment},
         capture_output=True,
         text=True,
         timeout=LIMIT,

@@ -18,9 +18,9 @@ from phalanx.doctor.finding import Finding
 from phalanx.doctor.peers.links import Host, Link, Network
 from phalanx.doctor.report import as_json as doctor_as_json
 from phalanx.launcher import launch
-from phalanx.observe import explain, watch
+from phalanx.observe import explain, model, watch
 from phalanx.observe.diagnosis.diagnosis import KINDS
-from phalanx.observe.model import Call, Worker
+from phalanx.observe.model import Call, ReplacedProcess, Start, Worker
 from tests.docs.sessions import run
 from tests.synthetic_jobs import JobBuilder, build_straggling_job
 
@@ -105,7 +105,8 @@ def test_explain(failed_job: Path) -> None:
     since = builder.time
     call = Call(0, 1, "ask", since)
     workers = (Worker(800, 0, "a", (call,), ()), Worker(801, 1, "b", (), ()))
-    job = replace(builder.advance(20).build(), workers=workers)
+    replaced = (ReplacedProcess(1, Start(700, since, ended=since + 1, code=-9)),)
+    job = replace(builder.advance(20).build(), workers=workers, replaced=replaced)
     printed = read_json("phalanx explain --json", failed_job)
     check("explain --json", printed, explain.as_json(job), summarized=OPERATIONS)
     (text,) = re.findall(r"^An operation has the keys (.*)\.$", PAGE, re.MULTILINE)
@@ -119,6 +120,8 @@ def test_kinds_of_a_diagnosis() -> None:
 
 def test_watch(failed_job: Path) -> None:
     job = build_straggling_job(4, 2)
+    link = model.Link("node-b", (2, 3, job.now), (1, 1, job.now - 1))
+    job = replace(job, ranks=tuple(replace(each, links=(link,)) for each in job.ranks))
     live = watch.as_json(job, watch.build_view(job))
     printed = read_json("phalanx watch --once --json", failed_job, 1)
     check("watch --json", printed, live)

@@ -61,13 +61,20 @@ def test_a_killed_rank(directory: Path) -> None:
     page = (ROOT / "docs" / "tutorial" / "trainer.md").read_text()
     shown = page.partition("--kill 35\n")[2].partition("```")[0].splitlines()
     command = "phalanx run --nproc-per-node 2 --max-restarts 1 trainer.py runs/digits --kill 35"
-    ended = run(f"{command} 2>&1", directory)
-    assert ended.returncode == 0, ended.stdout
     varying = Fence(0, "console", "", "digits vary")
-    found = [mask(line, varying) for line in ended.stdout.splitlines()]
-    for line in [line for line in shown if "PeerLost" not in line and line != "..."]:
-        assert mask(line, varying) in found
-    assert re.search(r"PeerLost: .* rank 1 \(pid N\) was killed by SIGKILL", "\n".join(found))
+    told = None
+    # On a busy machine, the launcher may stop rank 0 before that has printed its exception.
+    for _ in range(3):
+        ended = run(f"{command} 2>&1", directory)
+        assert ended.returncode == 0, ended.stdout
+        found = [mask(line, varying) for line in ended.stdout.splitlines()]
+        for line in [line for line in shown if "PeerLost" not in line and line != "..."]:
+            assert mask(line, varying) in found
+        pattern = r"PeerLost: .* rank 1 \(pid N\) was killed by SIGKILL"
+        if told := re.search(pattern, "\n".join(found)):
+            break
+        shutil.rmtree(directory / "runs")
+    assert told, ended.stdout
 
 
 @pytest.mark.parametrize("program", sorted(PROGRAMS.glob("*.py")), ids=lambda path: path.stem)
@@ -80,7 +87,9 @@ def test_program_on_other_ranks_and_backends(
     name = program.stem
     arguments = {"trainer": f"runs --backend {backend}", "initialization": f"{ranks} {backend}"}
     launcher = "python" if name == "initialization" else f"phalanx run --nproc-per-node {ranks}"
-    ended = run(f"{launcher} {program.name} {arguments.get(name, backend)}", directory)
+    # Gloo fails in a rank that is still connecting when another one ends.
+    barrier = {"TORCH_DIST_INIT_BARRIER": "1"} if backend == "gloo" else {}
+    ended = run(f"{launcher} {program.name} {arguments.get(name, backend)}", directory, **barrier)
     if ended.returncode:
         assert ranks == 1, ended.stderr
         assert re.search(r": phalanx run --nproc-per-node \d", ended.stderr), ended.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from pathlib import Path
 
 
 def run(*command: str, **environment: str) -> None:
@@ -13,3 +14,13 @@ def run(*command: str, **environment: str) -> None:
         command, capture_output=True, text=True, timeout=110, env={**kept, **environment}
     )
     assert ended.returncode == 0, ended.stderr
+
+
+def alone_on_a_core() -> None:
+    """Compile in this process, into a separate directory."""
+    import torch._inductor.config as inductor
+
+    inductor.compile_threads = 1
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
+        Path(os.environ["FOLDER"]) / f"cache-{os.environ['RANK']}"
+    )

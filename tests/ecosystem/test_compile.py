@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.ecosystem.oracle import adam, check_trained, fresh, mesh_of, new_model, train
+from tests.ecosystem.programs import alone_on_a_core
 from tests.ranks import RankServer
 
 PRELOAD = (
@@ -37,16 +36,6 @@ class Network(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         result: Tensor = self.layers(inputs)
         return result
-
-
-def alone_on_a_core() -> None:
-    """Compile in this process, into a separate directory."""
-    import torch._inductor.config as inductor
-
-    inductor.compile_threads = 1
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
-        Path(os.environ["FOLDER"]) / f"cache-{os.environ['RANK']}"
-    )
 
 
 def counted(compiler: str) -> tuple[list[object], Callable[..., object]]:

@@ -112,6 +112,21 @@ def test_interrupted_gpt_equals_uninterrupted(
     assert float(loss[1]) < (2.0 if shared_data is None else 3.0)
 
 
+def test_gpt_across_hosts(repository: Path, tmp_path: Path) -> None:
+    """With DiLoCo, on two simulated hosts."""
+    script = [str(repository / "examples" / "train_gpt.py"), "--across", "--every", "16"]
+    size = "--width 32 --depth 1 --length 16 --lr 0.01 --global-batch 16 --steps 150"
+    launcher = [*PHALANX_RUN, "--simulate-hosts", "2", "--nproc-per-node", "2"]
+    ended = run([*launcher, *script, *size.split()], tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    loss = re.search(r"loss on held-out text: (\d\.\d{4}) nats a letter", ended.stdout)
+    assert loss
+    assert float(loss[1]) < 2.0  # without context 2.4
+    wrong = run([sys.executable, *script, "--parallel", "ddp"], tmp_path)
+    assert wrong.returncode == 1
+    assert wrong.stderr == "train_gpt: --across with --parallel ddp given, not plain\n"
+
+
 def write_mnist(folder: Path, count: int) -> None:
     """Write the package's digits with a margin, in the format of MNIST."""
     scans, digits = load_digits()

@@ -13,7 +13,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.fault_injection import calls, desyncs, endurance, kills, tables
+from tests.fault_injection import (
+    calls,
+    desyncs,
+    endurance,
+    kills,
+    replacements,
+    servers,
+    shrinks,
+    tables,
+)
 from tests.fault_injection.__main__ import app
 from tests.fault_injection.leaks import Resources
 from tests.fault_injection.pool import Answer, Pool
@@ -23,7 +32,8 @@ MOST = 8
 
 @pytest.fixture
 def pool() -> Iterator[Pool]:
-    with Pool(MOST, [kills.__name__, desyncs.__name__, endurance.__name__]) as pool:
+    modules = [each.__name__ for each in (kills, desyncs, endurance, shrinks)]
+    with Pool(MOST, modules) as pool:
         yield pool
 
 
@@ -40,6 +50,30 @@ def test_fifty_kills(pool: Pool, seed: int) -> None:
     trials = [kills.run(pool, kill, page, "phalanx") for kill in drawn]
     summary = tables.summarize_kills(trials, [])
     assert tables.find_kill_failures(summary, timed=False) == []
+
+
+@pytest.mark.slow
+def test_shrinks(pool: Pool, seed: int) -> None:
+    page = kills.SharedPage()
+    trials = [shrinks.run(pool, shrinks.draw(seed, number, 2, 6), page) for number in range(12)]
+    assert tables.find_shrink_failures(tables.summarize_shrinks(trials, []), timed=False) == []
+
+
+@pytest.mark.slow
+def test_replacements(tmp_path: Path, seed: int) -> None:
+    trial = replacements.run(tmp_path, seed, kills=8, ranks=3, spares=1, pause=0.3)
+    summary = tables.summarize_replacements(trial)
+    assert tables.find_replacement_failures(summary, timed=False) == []
+    assert trial.kills >= 8
+
+
+@pytest.mark.parametrize("staleness", [None, servers.STALENESS])
+def test_servers(tmp_path: Path, seed: int, staleness: int | None) -> None:
+    trial = servers.run(tmp_path, seed, kills=8, staleness=staleness)
+    summary = tables.summarize_servers([trial], [])
+    assert tables.find_server_failures(summary, timed=False) == []
+    assert trial.kills >= 8
+    assert trial.updates > 0
 
 
 def test_desyncs(pool: Pool, seed: int) -> None:

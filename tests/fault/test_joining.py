@@ -18,6 +18,7 @@ import torch.distributed as dist
 import phalanx
 from phalanx.errors import CollectiveTimeout, UsageError
 from phalanx.launcher import store as launcher_store
+from tests.ports import find_free_port
 from tests.ranks import RankServer
 from tests.waiting import wait_for
 
@@ -216,8 +217,7 @@ def no_store(url: str) -> float:
 
 
 def test_no_store_at_the_address(ranks: RankServer) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = find_free_port()
     assert ranks.run(1, no_store, f"tcp://127.0.0.1:{port}", timeout=None)[0] < 20
 
 

@@ -6,6 +6,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, TypeVar
@@ -13,9 +14,19 @@ from typing import Annotated, Any, TypeVar
 import psutil
 import typer
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress, track
 
-from tests.fault_injection import desyncs, endurance, kills, matrix, tables, training
+from tests.fault_injection import (
+    desyncs,
+    endurance,
+    kills,
+    matrix,
+    replacements,
+    servers,
+    shrinks,
+    tables,
+    training,
+)
 from tests.fault_injection.leaks import shared_files
 from tests.fault_injection.pool import Pool
 
@@ -71,6 +82,118 @@ def kills_command(
         tables.write_record(record, title, table, {"seed": seed, "backend": backend, **summary})
     if backend == "phalanx":
         finish(wrong, "every survivor named the victim, and no process or file is left")
+
+
+@app.command("shrinks")
+def shrinks_command(
+    count: Annotated[int, typer.Option(min=1, help="Number of deaths, at least.")] = 100,
+    nprocs: Sizes = "2-8",
+    hosts: Annotated[
+        int, typer.Option(min=1, help="Simulated hosts, to which ranks belong in turn.")
+    ] = 1,
+    seed: Seed = None,
+    first: First = 0,
+    timed: Annotated[
+        bool,
+        typer.Option(
+            help="Require the next collective within 20 ms for 50%, 100 ms for 99%; on several "
+            "hosts, within 1 s."
+        ),
+    ] = True,
+    record: Record = None,
+) -> None:
+    """Kill ranks one after another; the survivors must continue with `phalanx.shrink`."""
+    sizes, seed = parse_range(nprocs), choose_seed(seed)
+    files, page = shared_files(), kills.SharedPage()
+    drawn = list(draw_shrinks(seed, first, count, sizes, hosts))
+    with Pool(sizes[-1], [shrinks.__name__]) as pool:
+        trials = [
+            report_trial(shrinks.run(pool, each, page))
+            for each in track(drawn, "shrinking", console=console, disable=not console.is_terminal)
+        ]
+    left = [f"/dev/shm/{name}" for name in shared_files() - files]
+    left += [f"process {process.pid}" for process in psutil.Process().children(recursive=True)]
+    summary = tables.summarize_shrinks(trials, left)
+    table = tables.build_shrinks_table(summary)
+    console.print(table)
+    if record is not None:
+        title = (
+            f"{summary['all']['deaths']:,} deaths: the survivors shrink their group and continue"
+        )
+        tables.write_record(record, title, table, {"seed": seed, **summary})
+    wrong = tables.find_shrink_failures(summary, timed=timed, hosts=hosts)
+    finish(wrong, "all survivors continued with the same ranks, and nothing is left")
+
+
+def draw_shrinks(
+    seed: int, first: int, deaths: int, sizes: range, hosts: int
+) -> Iterator[shrinks.Shrinking]:
+    """Draw trials until they have so many deaths."""
+    number = first
+    while deaths > 0:
+        trial = shrinks.draw(seed, number, sizes[0], sizes[-1], hosts)
+        yield trial
+        deaths -= len(trial.victims)
+        number += 1
+
+
+@app.command("replacements")
+def replacements_command(
+    count: Annotated[int, typer.Option(min=1, help="Number of kills.")] = 100,
+    nprocs: Annotated[int, typer.Option("--nproc-per-node", min=2, max=64, help="World size.")] = 3,
+    spares: Annotated[int, typer.Option(min=0, help="Number of spares.")] = 1,
+    pause: Annotated[float, typer.Option(min=0.01, help="Mean seconds between kills.")] = 1.0,
+    seed: Seed = None,
+    timed: Annotated[
+        bool, typer.Option(help="Require all ranks within 1 s for 99% of the kills.")
+    ] = True,
+    record: Record = None,
+) -> None:
+    """Kill ranks of a training one after another; the launcher must replace them."""
+    seed, files = choose_seed(seed), shared_files()
+    with TemporaryDirectory() as folder, Progress(console=console) as progress:
+        task = progress.add_task("killing", total=count, visible=console.is_terminal)
+        trial = replacements.run(
+            Path(folder), seed, count, nprocs, spares, pause, lambda: progress.advance(task)
+        )
+    trial.wrong += [f"/dev/shm/{name} is left" for name in shared_files() - files]
+    summary = tables.summarize_replacements(trial)
+    table = tables.build_replacements_table(summary)
+    console.print(table)
+    if record is not None:
+        title = f"{trial.kills:,} kills in a training whose lost ranks are replaced"
+        tables.write_record(record, title, table, {"seed": seed, **summary})
+    wrong = tables.find_replacement_failures(summary, timed=timed)
+    finish(wrong, "the training ended like an undisturbed one, and nothing is left")
+
+
+@app.command("servers")
+def servers_command(
+    count: Annotated[
+        int, typer.Option(min=1, help="Number of kills, for each kind of training.")
+    ] = 100,
+    seed: Seed = None,
+    timed: Annotated[bool, typer.Option(help="Require 99% of the failovers within 1 s.")] = True,
+    record: Record = None,
+) -> None:
+    """Kill servers of replicated embedding tables; no acknowledged update may be lost."""
+    seed, files, trials = choose_seed(seed), shared_files(), []
+    for staleness in (None, servers.STALENESS):
+        with TemporaryDirectory() as folder, Progress(console=console) as progress:
+            task = progress.add_task("killing", total=count, visible=console.is_terminal)
+            trials.append(
+                servers.run(Path(folder), seed, count, staleness, partial(progress.advance, task))
+            )
+    left = [f"/dev/shm/{name} is left" for name in shared_files() - files]
+    summary = tables.summarize_servers(trials, left)
+    table = tables.build_servers_table(summary)
+    console.print(table)
+    if record is not None:
+        kills = sum(trial.kills for trial in trials)
+        title = f"{kills:,} kills of servers of replicated tables, under load"
+        tables.write_record(record, title, table, {"seed": seed, **summary})
+    wrong = tables.find_server_failures(summary, timed=timed)
+    finish(wrong, "every row shows the updates that were acknowledged, and nothing is left")
 
 
 @app.command("desyncs")
@@ -206,8 +329,9 @@ def track_numbers(first: int, count: int, title: str) -> Iterator[int]:
 def report_trial(trial: T) -> T:
     """Print the failures of a trial, and how to repeat it."""
     found: Any = trial
+    names = {kills.Trial: "kill", shrinks.Trial: "shrinking", desyncs.Trial: "desync"}
     for problem in found.wrong:
-        drawn = found.kill if isinstance(found, kills.Trial) else found.desync
+        drawn = getattr(found, names[type(found)])
         console.print(f"trial {drawn.number}, {drawn}:\n  {problem}", markup=False, soft_wrap=True)
     return trial
 

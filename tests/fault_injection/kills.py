@@ -127,7 +127,8 @@ class SharedPage:
         self._words = memoryview(mmap.mmap(descriptor, mmap.PAGESIZE)).cast("q")
 
     def clear(self) -> None:
-        self._words[0] = self._words[1] = 0
+        for word in range(len(self._words)):
+            self._words[word] = 0
 
     def wait(self, seconds: float) -> None:
         """Block until the victim has reached its step."""
@@ -142,6 +143,10 @@ class SharedPage:
     def death(self) -> int:
         """The time of death in monotonic nanoseconds; 0 if no rank died."""
         return self._words[1]
+
+    def death_of(self, rank: int) -> int:
+        """The time at which a rank of many died, of which each has a word of its own."""
+        return self._words[2 + rank]
 
 
 @contextmanager

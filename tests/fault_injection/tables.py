@@ -16,7 +16,16 @@ from rich.console import Console
 from rich.table import Table
 
 from phalanx.bench.machine import machine, versions
-from tests.fault_injection import desyncs, endurance, kills, matrix, training
+from tests.fault_injection import (
+    desyncs,
+    endurance,
+    kills,
+    matrix,
+    replacements,
+    servers,
+    shrinks,
+    training,
+)
 
 # For each fraction of the survivors, the seconds within which they must have raised.
 LIMITS = {0.5: 0.010, 0.99: 0.100, 1.0: 1.0}
@@ -92,6 +101,162 @@ def build_kills_table(summary: dict[str, Any]) -> Table:
         times = [_milliseconds(seconds) for seconds in results["seconds"].values()]
         table.add_row(name, *map(str, counts), *times)
     return table
+
+
+# For each fraction of the survivors, the seconds from a death to their next collective.
+SHRINK_LIMITS = {0.5: 0.020, 0.99: 0.100, 1.0: 1.0}
+
+
+def summarize_shrinks(trials: Sequence[shrinks.Trial], leftovers: list[str]) -> dict[str, Any]:
+    """Summarize all trials together, and by the number of ranks at their start."""
+    sizes = sorted({trial.shrinking.ranks for trial in trials})
+    groups = {
+        f"{size} ranks": [trial for trial in trials if trial.shrinking.ranks == size]
+        for size in sizes
+    }
+    return {
+        "all": _count_shrinks(trials),
+        "by": {name: _count_shrinks(group) for name, group in groups.items()},
+        "wrong": [f"{trial.shrinking}: {problem}" for trial in trials for problem in trial.wrong],
+        "left": leftovers,
+    }
+
+
+def _count_shrinks(trials: Iterable[shrinks.Trial]) -> dict[str, Any]:
+    selected = list(trials)
+    times = [seconds for trial in selected for seconds in trial.times]
+    return {
+        "trials": len(selected),
+        "deaths": sum(len(trial.shrinking.victims) for trial in selected),
+        "shrinks": sum(trial.shrinks for trial in selected),
+        "seconds": {
+            str(fraction): _quantile(times, fraction) for fraction in (0.1, *SHRINK_LIMITS)
+        },
+        "growth": max((trial.growth for trial in selected), default=0),
+    }
+
+
+def build_shrinks_table(summary: dict[str, Any]) -> Table:
+    """Build a table with a line for all trials and one for each number of ranks."""
+    table = _make_table("trials", "deaths", "shrinks", "10%", "50%", "99%", "all")
+    table.caption = (
+        "shrinks: those of all survivors; 10% to all: milliseconds within which this share of them "
+        "had completed a collective after a death"
+    )
+    for name, results in {"all": summary["all"], **summary["by"]}.items():
+        times = [_milliseconds(seconds) for seconds in results["seconds"].values()]
+        counts = [str(results[key]) for key in ("trials", "deaths", "shrinks")]
+        table.add_row(name, *counts, *times)
+    return table
+
+
+def find_shrink_failures(summary: dict[str, Any], *, timed: bool, hosts: int = 1) -> list[str]:
+    """Return descriptions of all failures."""
+    seconds = summary["all"]["seconds"]
+    limits = (SHRINK_LIMITS if hosts == 1 else {1.0: SHRINK_LIMITS[1.0]}) if timed else {}
+    late = [
+        f"{fraction:.0%} of the survivors took {seconds[str(fraction)]} s, not {limit} s"
+        for fraction, limit in limits.items()
+        if seconds[str(fraction)] is None or seconds[str(fraction)] > limit
+    ]
+    return [*summary["wrong"], *summary["left"], *late]
+
+
+REPLACEMENT_LIMITS = {0.99: 1.0}
+
+
+def summarize_replacements(trial: replacements.Trial) -> dict[str, Any]:
+    """Summarize a trial."""
+    quantiles = {
+        str(fraction): _quantile(trial.times, fraction)
+        for fraction in (0.1, 0.5, *REPLACEMENT_LIMITS, 1.0)
+    }
+    rate = trial.steps / trial.seconds if trial.seconds else 0.0
+    return {
+        "ranks": trial.ranks,
+        "spares": trial.spares,
+        "kills": trial.kills,
+        "steps": trial.steps,
+        "seconds": quantiles,
+        "share_of_steps": rate / trial.undisturbed if trial.undisturbed else None,
+        "mean_between_kills": trial.seconds / max(trial.kills, 1),
+        "wrong": trial.wrong,
+    }
+
+
+def build_replacements_table(summary: dict[str, Any]) -> Table:
+    """Build a table with a line for the trial."""
+    table = _make_table("ranks", "spares", "kills", "steps", "10%", "50%", "99%", "all", "share")
+    table.caption = (
+        "10% to all: milliseconds within which, after this share of the kills, all ranks had "
+        "completed a step again; share: of the steps that an undisturbed run makes in the same time"
+    )
+    times = [_milliseconds(seconds) for seconds in summary["seconds"].values()]
+    share = summary["share_of_steps"]
+    counts = [f"{summary[key]:,}" for key in ("ranks", "spares", "kills", "steps")]
+    mean = f"a kill each {summary['mean_between_kills']:.1f} s"
+    table.add_row(mean, *counts, *times, "-" if share is None else f"{share:.0%}")
+    return table
+
+
+def find_replacement_failures(summary: dict[str, Any], *, timed: bool) -> list[str]:
+    """Return descriptions of all failures."""
+    late = [
+        f"{fraction:.0%} of the replacements took {seconds} s, not {limit} s"
+        for fraction, limit in (REPLACEMENT_LIMITS if timed else {}).items()
+        if (seconds := summary["seconds"][str(fraction)]) is None or seconds > limit
+    ]
+    return [*summary["wrong"], *late]
+
+
+def summarize_servers(trials: Sequence[servers.Trial], leftovers: list[str]) -> dict[str, Any]:
+    """Summarize the trials, one for each kind of training."""
+    return {
+        "by": {_name_training(trial): _count_servers(trial) for trial in trials},
+        "wrong": [
+            *(f"{_name_training(trial)}: {each}" for trial in trials for each in trial.wrong),
+            *leftovers,
+        ],
+    }
+
+
+def _name_training(trial: servers.Trial) -> str:
+    return "in step" if trial.staleness is None else f"staleness {trial.staleness}"
+
+
+def _count_servers(trial: servers.Trial) -> dict[str, Any]:
+    fractions = (0.5, *REPLACEMENT_LIMITS, 1.0)
+    return {
+        "kills": trial.kills,
+        "deaths_in_copies": trial.deaths_in_copies,
+        "updates": trial.updates,
+        "mean_between_kills": trial.seconds / max(trial.kills, 1),
+        "seconds": {str(fraction): _quantile(trial.times, fraction) for fraction in fractions},
+    }
+
+
+def build_servers_table(summary: dict[str, Any]) -> Table:
+    """Build a table with a line for each kind of training."""
+    table = _make_table("training", "kills", "in copies", "updates", "50%", "99%", "all")
+    table.caption = (
+        "in copies: deaths of workers that were getting a copy; 50% to all: milliseconds from the "
+        "kill to the end of a trainer's next update, for this share of the kills and trainers"
+    )
+    for name, found in summary["by"].items():
+        counts = [f"{found[key]:,}" for key in ("kills", "deaths_in_copies", "updates")]
+        table.add_row(name, *counts, *map(_milliseconds, found["seconds"].values()))
+    return table
+
+
+def find_server_failures(summary: dict[str, Any], *, timed: bool) -> list[str]:
+    """Return descriptions of all failures."""
+    late = [
+        f"{name}: {fraction:.0%} of the failovers took {seconds} s, not {limit} s"
+        for name, found in summary["by"].items()
+        for fraction, limit in (REPLACEMENT_LIMITS if timed else {}).items()
+        if (seconds := found["seconds"][str(fraction)]) is None or seconds > limit
+    ]
+    return [*summary["wrong"], *late]
 
 
 def summarize_matrix(trials: Sequence[matrix.Trial]) -> dict[str, Any]:

@@ -154,6 +154,17 @@ def test_a_severed_link(script: Path) -> None:
             assert len(caught) == 2, job.text(host)
 
 
+def test_the_others_shrink_when_a_host_is_killed() -> None:
+    """The program checks that two hosts are left, and their results; the time is not tested."""
+    if MISSING or os.geteuid() != 0:
+        (pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip)(REASON)
+    program = Path(__file__).parents[2] / "benchmarks" / "shrink_networks.py"
+    command = [sys.executable, str(program), "--trials", "2"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.startswith("4 survivors: "), ended.stdout
+
+
 @pytest.mark.slow
 def test_a_link_that_is_too_slow(script: Path) -> None:
     """Data arrives too slowly; at the deadline, all ranks name the ranks that they wait for."""

@@ -23,9 +23,18 @@ import phalanx
 from phalanx import key, transports
 from phalanx.transports import TransportError
 from phalanx.transports.relay.connection import RelayConnection
-from phalanx.transports.relay.protocol import Frame, Kind, client_key_pair, server_key_pair
-from phalanx.transports.relay.server import RelayServer
-from tests.ranks import RankServer
+from phalanx.transports.relay.protocol import (
+    Frame,
+    Kind,
+    LeaveReason,
+    client_key_pair,
+    server_key_pair,
+)
+from phalanx.transports.relay.server import ChannelRegistry, RelayServer
+from tests.fault.test_again import check_group
+from tests.fault.test_shrink import fail_until_lost
+from tests.ports import find_free_port
+from tests.ranks import RankServer, connect_ranks, marker_file, wait_for_file
 
 LIMIT = 30.0
 KEY = b"k" * key.SIZE
@@ -356,6 +365,93 @@ def test_rank_with_the_relay_dies(ranks: RankServer) -> None:
         assert f"rank 0 (pid {first.pid} on " in other.value
 
 
+def shrink_behind_the_relay(rounds: list[list[int]]) -> None:
+    """In each round, ranks die whose end others know only from the relay, which a rank may have."""
+    rank = int(os.environ["RANK"])
+    os.environ["PHALANX_KEY_FD"] = str(key.to_sealed_memory(KEY))
+    url = f"file://{os.environ['FOLDER']}/store"
+    options = phalanx.Options("relay")
+    dist.init_process_group("phalanx", init_method=url, rank=rank, world_size=4, pg_options=options)
+    for victims in rounds:
+        connect_ranks()
+        if rank in victims:
+            os.kill(os.getpid(), signal.SIGKILL)
+        fail_until_lost()
+        start = time.monotonic()
+        phalanx.shrink()
+        assert time.monotonic() - start < 10
+        check_group()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "rounds", [[[3]], [[2, 3]], [[0]], [[0], [3]], [[3], [0]]], ids=lambda each: str(each)
+)
+def test_survivors_go_on(ranks: RankServer, rounds: list[list[int]]) -> None:
+    """On two hosts with two ranks each; in one case a whole host dies, in others its relay."""
+    run = ranks.start(4, shrink_behind_the_relay, rounds, timeout=None, hosts="aabb")
+    for each in run.join():
+        is_victim = any(each.rank in victims for victims in rounds)
+        assert each.code == (-signal.SIGKILL if is_victim else 0), each.report()
+
+
+def leave_another_group_before_shrinking() -> None:
+    """Rank 0 leaves another group, its last one that works, before rank 2 agrees on who is left."""
+    rank = int(os.environ["RANK"])
+    os.environ["PHALANX_KEY_FD"] = str(key.to_sealed_memory(KEY))
+    url = f"file://{os.environ['FOLDER']}/store"
+    options = phalanx.Options("relay")
+    dist.init_process_group("phalanx", init_method=url, rank=rank, world_size=3, pg_options=options)
+    other: Any = dist.new_group(backend="phalanx")
+    dist.all_reduce(torch.ones(1), group=other)
+    connect_ranks()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    fail_until_lost(other)
+    world: Any = dist.group.WORLD
+    if rank == 0:
+        wait_for_file("left2")
+    world._membership.native.abort("")
+    other.abort()
+    dist.destroy_process_group(other)
+    marker_file(f"left{rank}").touch()
+    wait_for_file("left0")
+    change = phalanx.shrink()
+    assert (change.world_size, change.lost_ranks) == (2, (1,))
+    check_group()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_the_relay_stays_for_ranks_that_have_aborted(ranks: RankServer) -> None:
+    run = ranks.start(3, leave_another_group_before_shrinking, timeout=None, hosts="abc")
+    for each in run.join():
+        assert each.code == (-signal.SIGKILL if each.rank == 1 else 0), each.report()
+
+
+def test_the_end_of_a_rank_that_has_aborted() -> None:
+    """It is reported after the abort, also to those that ask only then, and that aborted too."""
+    registry = ChannelRegistry()
+    for rank, process in enumerate((b"p0", b"p1", b"p2")):
+        assert registry.handle_frame(process, Frame(Kind.JOIN, CHANNEL, rank)) == []
+    assert registry.handle_frame(b"p0", Frame(Kind.SUBSCRIBE, CHANNEL, 1))
+    leave = Frame(Kind.LEAVE, CHANNEL, 1, value=LeaveReason.ABORTED)
+    aborted = Frame(Kind.GONE, CHANNEL, 1, value=LeaveReason.ABORTED)
+    assert registry.handle_frame(b"p1", leave) == [(aborted, b"p0")]
+    registry.handle_frame(b"p2", leave._replace(peer=2))
+    assert registry.handle_frame(b"p2", Frame(Kind.SUBSCRIBE, CHANNEL, 1)) == [(aborted, b"p2")]
+    died = Frame(Kind.GONE, CHANNEL, 1, value=LeaveReason.DIED)
+    assert registry.remove_process(b"p1") == [(died, b"p0"), (died, b"p2")]
+    assert registry.handle_frame(b"p2", Frame(Kind.SUBSCRIBE, CHANNEL, 1)) == [(died, b"p2")]
+    closed = Frame(Kind.LEAVE, CHANNEL, 2, value=LeaveReason.CLOSED)
+    registry.handle_frame(b"p0", Frame(Kind.SUBSCRIBE, CHANNEL, 2))
+    gone = Frame(Kind.GONE, CHANNEL, 2, value=LeaveReason.CLOSED)
+    assert registry.handle_frame(b"p2", closed) == [(gone, b"p0")]
+    assert registry.remove_process(b"p2") == []
+    assert registry.handle_frame(b"p2", Frame(Kind.SUBSCRIBE, CHANNEL, 1)) == []
+
+
 def advertised(port: int) -> list[int]:
     os.environ["PHALANX_ADVERTISE_ADDR"] = f"localhost:{port}"
     transport, rank = open_transport()
@@ -367,8 +463,7 @@ def advertised(port: int) -> list[int]:
 
 
 def test_advertised_address(ranks: RankServer) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = find_free_port()
     assert ranks.run(2, advertised, port, timeout=None) == [[port], []]
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from phalanx import key, transports
+from phalanx.system.polling import wait_until
 from phalanx.transports import Transfer, Transport, TransportError
 from phalanx.transports.gloo import GlooTransport
 from tests.conformance.cases import fresh_seed
@@ -247,6 +248,7 @@ def abort_while_peer_connects(late: int) -> bool:
         transport._store.wait(["aborted"], timedelta(seconds=LIMIT))
         transport._store.set("connected", "")
     else:
+        assert wait_until(lambda: transport._connections[1 - rank].is_started, LIMIT)
         aborting = threading.Thread(target=transport.abort)
         aborting.start()
         aborting.join(0.3)
@@ -338,6 +340,36 @@ def test_gloo_detects_a_peer_that_died_unconnected(
     survivor, victim = ranks.start(2, die_unconnected, when, timeout=None).join()
     assert survivor.value == message
     assert victim.code == -signal.SIGKILL
+
+
+def die_connecting() -> None:
+    """Rank 0 requests connections and dies; the others have begun to make them by then."""
+    transport, rank, size = open_transport("gloo")
+    assert isinstance(transport, GlooTransport)
+    if rank == 0:
+        for peer in range(1, size):
+            transport._store.set(f"0/wants/{peer}", "")
+        transport._store.wait([f"started/{peer}" for peer in range(1, size)])
+        os.kill(os.getpid(), signal.SIGKILL)
+    transfer = transport.recv(memoryview(bytearray(1)), 0, 1)
+    assert wait_until(lambda: transport._connections[0].is_started, LIMIT)
+    transport._store.set(f"started/{rank}", "")
+    begin = time.monotonic()
+    with pytest.raises(TransportError) as caught:
+        transfer.wait(LIMIT)
+    assert caught.value.peer == 0
+    with pytest.raises(TransportError):
+        transport.send(memoryview(bytearray(b"x")), 0, 1).wait(LIMIT)
+    seconds = time.monotonic() - begin
+    transport.close()
+    os._exit(0 if seconds < LIMIT / 2 else 1)  # a thread of Gloo waits for rank 0
+
+
+def test_gloo_detects_a_peer_that_died_connecting(ranks: RankServer) -> None:
+    """Which of two ranks waits for the other, Gloo decides by random ports: there are five."""
+    victim, *survivors = ranks.start(6, die_connecting, timeout=None).join()
+    assert victim.code == -signal.SIGKILL
+    assert [each.code for each in survivors] == [0] * 5, [each.report() for each in survivors]
 
 
 def unknown_name() -> str:

@@ -1,7 +1,6 @@
 """Fixtures of the tests of this folder."""
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import key
+from tests.ports import find_free_port
 from tests.ranks import RankServer, ranks
 
 __all__ = ["ranks"]
@@ -30,8 +30,7 @@ def trainer_loaded(ranks: RankServer) -> None:
 @pytest.fixture
 def port() -> int:
     """A port that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    return find_free_port()
 
 
 @pytest.fixture

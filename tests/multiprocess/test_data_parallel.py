@@ -250,7 +250,8 @@ def model_state_bytes(optimizer: Any) -> int:
     """Return the size in bytes of this rank's optimizer state."""
     return sum(
         value.numel() * value.element_size()
-        for state in optimizer._inner.state.values()
+        for update in optimizer._updates
+        for state in update.inner.state.values()
         for value in state.values()
     )
 

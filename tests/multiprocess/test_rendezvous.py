@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -11,14 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.ports import find_free_port
 from tests.ranks import RankServer
-
-
-def free_port() -> int:
-    # A store binds it again at once; no other process takes ephemeral ports here.
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -102,7 +95,7 @@ def form_group(init_function: InitFunction, port: int, leave: bool) -> None:
 def test_rendezvous(
     ranks: RankServer, init_function: InitFunction, world_size: int, leave: bool
 ) -> None:
-    run = ranks.start(world_size, form_group, init_function, free_port(), leave, timeout=None)
+    run = ranks.start(world_size, form_group, init_function, find_free_port(), leave, timeout=None)
     for rank in run.join():
         assert rank.code == 0, rank.report()
         assert rank.stderr == ""

@@ -121,8 +121,6 @@ def sleep(seconds: float, value: Any = None) -> Any:
 
 
 def leased_count() -> int:
-    """Return the leases of this worker; garbage of the others may hold some."""
-    gc.collect()
     return agent().shm_sender.leased_count
 
 
@@ -228,8 +226,21 @@ def check_copies() -> None:
     wait_for(lambda: leased_count() == 0 == rpc.rpc_sync(worker_name(1), leased_count))
 
 
+def check_early_fetch() -> None:
+    """A value that is fetched before it is ready is freed with its last reference."""
+    rpc.rpc_sync(worker_name(1), gc.disable)
+    try:
+        kept = rpc.remote(worker_name(1), sleep, (0.2, torch.zeros(100_000)))
+        assert kept.to_here().eq(0).all()
+        del kept
+        wait_for(lambda: leased_count() == 0 == rpc.rpc_sync(worker_name(1), leased_count))
+    finally:
+        rpc.rpc_sync(worker_name(1), gc.enable)
+
+
 def test_arguments_and_results(ranks: RankServer) -> None:
     def run_all() -> None:
+        check_early_fetch()
         check_values()
         check_tensors()
         check_copies()

@@ -17,7 +17,7 @@ from rich.console import Console
 from phalanx.observe import job_reader, watch, watch_table
 from phalanx.observe.explain import as_json, as_text
 from phalanx.observe.model import Job
-from tests.waiting import wait_for
+from tests.waiting import stopped, wait_for
 
 LIMIT = 60
 SCRIPT = """
@@ -99,12 +99,9 @@ def test_hanging_callee(job: subprocess.Popen[str], tmp_path: Path) -> None:
     out.print(watch_table.render(job_state, watch.build_view(job_state), out))
     assert f"slow, called by {middle} on {ps}" in out.file.getvalue()  # type: ignore[attr-defined]
 
-    os.kill(job_state.workers[2].pid, signal.SIGSTOP)
-    try:
+    with stopped(job_state.workers[2].pid):
         wait_for(lambda: "stopped by a signal" in as_text(job_reader.read_job()), LIMIT)
         assert f"  slow, called by {middle} on {ps}, for " in as_text(job_reader.read_job())
-    finally:
-        os.kill(job_state.workers[2].pid, signal.SIGCONT)
 
     (tmp_path / "go").touch()
     assert job.wait(LIMIT) == 0, job.communicate()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 
 from phalanx import key, rpc
 from phalanx.errors import PeerLost, UsageError
-from phalanx.rpc import init, workers
-from phalanx.rpc.agent import agent
+from phalanx.rpc import init, server, workers
+from phalanx.rpc.agent import Agent, agent
+from phalanx.rpc.message import Kind
+from phalanx.rpc.peer import Peer
 from tests.ranks import RankServer
 from tests.waiting import wait_for
 
@@ -65,7 +68,11 @@ def test_inconsistent_workers(ranks: RankServer) -> None:
 
 
 def die_in_init(when: str) -> tuple[str, float]:
-    """Worker 2 dies after the rendezvous: before the others look for it, or after."""
+    """Worker 2 dies after the rendezvous: before the others look for it, or after.
+
+    If this is "noticed late", worker 1 exits because of that before worker 0 looks for the cause,
+    and its announcement arrives only then.
+    """
     rank, exchange, real_join = int(os.environ["RANK"]), workers.exchange_records, init._join
     pid_file = Path(os.environ["FOLDER"], "doomed")
     start = time.monotonic()
@@ -87,6 +94,19 @@ def die_in_init(when: str) -> tuple[str, float]:
         die()
         real_join(*arguments)
 
+    def find_dead(own: Agent, error: PeerLost) -> Peer | None:
+        if when == "noticed late" and rank == 0:
+            wait_for(lambda: own.peers[1].has_died)
+            looks.set()
+        return real_find(own, error)
+
+    def leave_late(reply: Any) -> None:
+        if when == "noticed late" and rank == 0:
+            looks.wait(5)
+        real_leave(reply)
+
+    looks, real_find, real_leave = threading.Event(), init._find_dead, server._leave
+    server._HANDLERS[Kind.LEAVE], init._find_dead = leave_late, find_dead
     workers.exchange_records, init._join = exchange_and_maybe_die, slow_join
     with pytest.raises(PeerLost) as raised:
         rpc.init_rpc(f"worker-{rank}", timeout=50)
@@ -95,7 +115,7 @@ def die_in_init(when: str) -> tuple[str, float]:
     return str(raised.value), time.monotonic() - start
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", "after", "noticed late"])
 def test_death_in_init_rpc(ranks: RankServer, when: str) -> None:
     """The others raise at once; they neither wait nor take it for a worker on another host."""
     exits = ranks.start(3, die_in_init, when).join()
@@ -145,7 +165,7 @@ def test_invalid_arguments() -> None:
         ({"name": "x", "backend": "TENSORPIPE"}, "member of BackendType"),
         ({"name": "x", "rpc_backend_options": {}}, "instance of RpcBackendOptions"),
         ({"name": "x", "rank": 5, "world_size": 3}, "rank=5, world_size=3: expected"),
-        ({"name": "x", "rank": 0, "world_size": 0}, "rank=0, world_size=0: expected"),
+        ({"name": "x", "rank": 0, "world_size": -1}, "rank=0, world_size=-1: expected"),
         ({"name": "x", "timeout": -1}, "timeout=-1: expected seconds"),
         ({"name": "x", "rpc_backend_options": rpc.RpcBackendOptions(-3.0)}, "rpc_timeout=-3"),
     ):

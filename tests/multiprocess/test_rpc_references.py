@@ -19,7 +19,7 @@ from phalanx.errors import PeerLost, UsageError
 from phalanx.rpc import local_connection
 from phalanx.rpc.agent import agent
 from tests.ranks import RankServer
-from tests.waiting import wait_for
+from tests.waiting import stop, wait_for
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -293,7 +293,7 @@ def stop_during_handshake(pid: int) -> None:
         receive = handshake.receive
 
         def receive_and_stop(data: bytes) -> bytes:
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
             return receive(data)
 
         handshake.receive = receive_and_stop
@@ -316,7 +316,7 @@ def leave_and_exit(is_new: bool) -> None:
             peers[0].async_connection = None
             stop_during_handshake(peers[0].record.pid)
         else:
-            os.kill(peers[0].record.pid, signal.SIGSTOP)
+            stop(peers[0].record.pid)
         rpc.shutdown(graceful=False)
         os._exit(0)
     wait_for(lambda: peers[1].has_died)

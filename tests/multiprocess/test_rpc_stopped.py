@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +13,7 @@ from phalanx.errors import CallTimeout
 from phalanx.rpc.agent import agent
 from tests.ranks import RankServer
 from tests.rpc_training import worker
-from tests.waiting import wait_for
+from tests.waiting import stopped
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,18 +35,6 @@ def record(number: int, _ballast: str = "") -> int:
 
 def get_recorded() -> list[int]:
     return RECORDED
-
-
-@contextlib.contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """Stop all threads of a process within the block."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        threads = list(Path(f"/proc/{pid}/task").glob("*/stat"))
-        wait_for(lambda: all(") T " in each.read_text() for each in threads))
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def call_stopped_worker() -> None:

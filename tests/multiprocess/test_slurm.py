@@ -6,15 +6,23 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from phalanx import env
 from phalanx.errors import UsageError
+from phalanx.launcher import slurm
 from phalanx.launcher.options import make_job, parse_arguments
 from phalanx.launcher.slurm import SlurmStep, _listen_address
+from phalanx.launcher.store import join_store
+from phalanx.system.polling import wait_until
+from tests.ports import find_free_port
 
 SCRIPT = """
 import sys
@@ -182,6 +190,31 @@ def test_rendezvous(tmp_path: Path) -> None:
     assert [code for code, _, _ in results] == [0, 0, 0], results
     lines = [out.strip() for _, out, _ in results]
     assert lines == ["place 0 3 0 2", "place 1 3 1 2", "place 2 3 0 1"]
+
+
+def test_the_previous_store_is_not_joined_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that leaves a group before rank 0 does still finds the store of that group."""
+    seconds = timedelta(seconds=30)
+    step = SlurmStep(env.RankAssignment(0, 2, 0, 1), "127.0.0.1", find_free_port(), 0, "")
+    joins: list[object] = []
+
+    def count(*arguments: Any) -> Any:
+        joins.append(arguments)
+        return join_store(*arguments)
+
+    monkeypatch.setattr(slurm, "join_store", count)
+    stores = [slurm._host_store(step, step.host, seconds)]
+    slurm._join_new_store(step.host, step.port, seconds)
+    with pytest.raises(dist.DistStoreError, match="rank 0 did not host a store on port"):
+        slurm._join_new_store(step.host, step.port, timedelta(seconds=0.1))
+    del joins[:]
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(slurm._join_new_store, step.host, step.port, seconds)
+        assert wait_until(lambda: len(joins) > 2, 20)  # it waits
+        del stores[:]
+        stores.append(slurm._host_store(step, step.host, seconds))
+        stores[0].set("group", "the second one")
+        assert future.result(30).get("group") == b"the second one"
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:

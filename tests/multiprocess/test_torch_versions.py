@@ -136,11 +136,8 @@ def test_no_warning_of_pytorch_in_a_launched_job(tmp_path: Path) -> None:
 
 def call_newer_methods() -> None:
     group: Any = dist.group.WORLD
-    assert not group.supports_reconfigure
     assert not group.supports_window
     for refused in (
-        lambda: group.get_reconfigure_handle(),
-        lambda: group.reconfigure(None),
         lambda: group.new_window(torch.zeros(2)),
         lambda: group.register_abort_hook(1, print),
         lambda: group.register_pre_hook(1, print),
@@ -157,10 +154,8 @@ def call_newer_methods() -> None:
 
 
 EXPECTED: dict[str, tuple[tuple[Any, ...], Any]] = {
-    "_supports_reconfigure": ((), False),
+    "_supports_reconfigure": ((), True),
     "_supports_window": ((), False),
-    "_get_reconfigure_handle": ((), NotImplementedError),
-    "_reconfigure": ((1, ["handle"]), NotImplementedError),
     "_new_window": ((), NotImplementedError),
     "get_backend_impl": ((), ProcessGroup),
     "set_timeout": ((timedelta(seconds=33),), None),

@@ -7,6 +7,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from typing import Any
 
@@ -14,9 +16,10 @@ import pytest
 import torch.distributed as dist
 
 from phalanx.errors import LaunchError
-from phalanx.launcher import tunnel
+from phalanx.launcher import tunnel, tunnel_encryption
 from phalanx.launcher.store import HOST, host_store
 from phalanx.launcher.tunnel import TunnelClient, TunnelServer, make_handshake
+from tests.ports import find_free_port
 
 KEY = b"k" * 32
 LIMIT = 20.0
@@ -29,8 +32,7 @@ class GuardedStore:
         self.notices: list[str] = []
         self.rejection = ""
         self.store = host_store()
-        with socket.create_server((HOST, 0)) as free:
-            self.port = int(free.getsockname()[1])
+        self.port = find_free_port()
         self.server = TunnelServer(
             HOST, self.port, key, self.store.port, lambda _: self.rejection, self.notices.append
         )
@@ -228,11 +230,84 @@ def test_a_duplicate_node_rank(
     join_and_use_store(make_client(guarded_store.port, number=2))
 
 
+def test_a_host_that_comes_again_waits_for_its_number(
+    guarded_store: GuardedStore, make_client: Callable[..., TunnelClient]
+) -> None:
+    """The server may not know yet that the host's old connection is lost."""
+    first = TunnelClient(HOST, guarded_store.port, KEY, {"number": 1}, lambda _: None)
+    first.connect(LIMIT)
+    again = make_client(guarded_store.port, number=1)
+    with ThreadPoolExecutor() as threads:
+        joined = threads.submit(again.connect, LIMIT, again=True)
+        with pytest.raises(FutureTimeout):
+            joined.result(0.5)
+        first.close()
+        joined.result(LIMIT)
+    assert guarded_store.notices == []
+    with pytest.raises(LaunchError, match=r"0\.5 s \(its old connection is not lost yet\)"):
+        make_client(guarded_store.port, number=1).connect(0.5, again=True)
+    guarded_store.rejection = "node-b has another version"
+    with pytest.raises(LaunchError, match="node-b has another version"):
+        make_client(guarded_store.port, number=2).connect(LIMIT, again=True)
+
+
+class RecordingForwarder:
+    """A forwarder of connections to a port, which records all bytes in both directions."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self.recorded = bytearray()
+        self._listener = socket.create_server((HOST, 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # the listener is closed
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection((HOST, self._target))
+                for pair in ((client, server), (server, client)):
+                    threading.Thread(target=self._copy, args=pair, daemon=True).start()
+
+    def _copy(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                self.recorded += data
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.mark.parametrize("key", (KEY, b""), ids=("key", "no key"))
+def test_the_store_is_encrypted_if_there_is_a_key(
+    key: bytes, make_client: Callable[..., TunnelClient]
+) -> None:
+    store = GuardedStore(key)
+    with contextlib.closing(store.server), contextlib.closing(RecordingForwarder(store.port)) as it:
+        client = make_client(it.port, key=key)
+        join_and_use_store(client)
+        assert len(it.recorded) > 3_000_000
+        assert (b"x" * 1000 in it.recorded) == (not key)
+
+
+def test_a_certificate_of_another_key_is_refused(
+    guarded_store: GuardedStore,
+    make_client: Callable[..., TunnelClient],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of a program between the hosts, which has passed on the authentication."""
+    other = tunnel_encryption.make_context(b"other" * 8, is_server=False)
+    monkeypatch.setattr(tunnel, "make_context", lambda *_, **__: other)
+    with pytest.raises(LaunchError, match=r"can't be encrypted \(CERTIFICATE_VERIFY_FAILED\)"):
+        make_client(guarded_store.port).connect(LIMIT)
+
+
 def test_an_unreachable_server(
     guarded_store: GuardedStore, make_client: Callable[..., TunnelClient]
 ) -> None:
-    with socket.create_server((HOST, 0)) as free:
-        port = free.getsockname()[1]
+    port = find_free_port()
     with pytest.raises(LaunchError, match=rf"{HOST}:{port} was not reachable for 1 s \(.*refused"):
         make_client(port).connect(1)
     with pytest.raises(LaunchError, match="was not reachable for 1 s"):

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from phalanx.address import local_address
 from phalanx.errors import UsageError
 from phalanx.system.host_identity import MemoryProbe
-from phalanx.topology import RankRecord, own_address
+from phalanx.topology import HostLink, RankRecord, own_address
 
 
 @pytest.fixture
 def here() -> RankRecord:
     with MemoryProbe() as probe:
-        return RankRecord.for_current_process(2, "gloo", probe)
+        return RankRecord.for_current_process(2, HostLink("gloo"), probe)
 
 
 def test_address_towards_the_store(here: RankRecord, monkeypatch: pytest.MonkeyPatch) -> None:

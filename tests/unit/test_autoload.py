@@ -77,6 +77,21 @@ dist.destroy_process_group()
     assert "phalanx.hierarchical" not in names
 
 
+def test_prepared_operations_do_not_import_the_compiler(tmp_path: Path) -> None:
+    script = """
+import sys
+import torch
+import torch.distributed as dist
+import phalanx
+url = "file://" + sys.argv[1]
+dist.init_process_group("phalanx", init_method=url, rank=0, world_size=1)
+phalanx.prepare(dist.all_reduce, torch.ones(3))()
+print(sorted({"torch._dynamo", "torch._inductor"}.intersection(sys.modules)))
+dist.destroy_process_group()
+"""
+    assert run(script, str(tmp_path / "store")) == ["[]"]
+
+
 def test_modules_that_the_entry_point_imports() -> None:
     """The two modules import nothing that torch does not import anyway."""
     script = """

@@ -11,7 +11,17 @@ import torch
 from torch.distributed import DistError, HashStore
 
 from phalanx.backend import cuda
-from phalanx.errors import UsageError
+from phalanx.backend.execution import DONE
+from phalanx.backend.process_group import ProcessGroup
+from phalanx.errors import PeerLost, UsageError
+from phalanx.topology import HostLink
+
+SINGLE = (
+    "all_gather_single",
+    "_allgather_base",
+    "all_gather_single_coalesced",
+    "allgather_into_tensor_coalesced",
+)
 
 
 class FakeNcclGroup:
@@ -137,6 +147,7 @@ class Group:
     """A stand-in for a Phalanx group whose NCCL child handles tensors on a GPU."""
 
     _nccl: Any
+    link = HostLink()
 
     def allreduce(self, tensors: list[torch.Tensor]) -> str:
         return "memory"
@@ -162,10 +173,16 @@ class Child:
 
 
 class Nccl:
+    """A stand-in for PyTorch's NCCL backend, which has some methods under former names only."""
+
     def allreduce(self, tensors: list[torch.Tensor]) -> str:
         return "nccl"
 
     recv = allreduce
+
+    def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any) -> Any:
+        output.copy_(source)
+        return DONE
 
 
 def test_operations_are_delegated_by_device(
@@ -184,6 +201,35 @@ def test_operations_are_delegated_by_device(
     assert group.allreduce([torch.ones(2)]) == "memory"
     assert group.recv_anysource([on_gpu], 0) == "memory"
     assert group._nccl.asked == [None, None, -1]
+    warnings: list[str] = []
+    monkeypatch.setattr(cuda, "warn_once", lambda _key, text: warnings.append(text))
+    group.link = HostLink("gloo", "int8")
+    assert group.allreduce([torch.ones(2)]) == "memory"
+    assert not warnings
+    assert group.allreduce([on_gpu]) == "nccl"
+    assert "NCCL sends float32" in warnings[0]
+
+
+def test_methods_with_other_names_in_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    members = {name: vars(ProcessGroup)[name] for name in SINGLE}
+    handing = type("Handing", (Group,), members)
+    group = cuda.delegate_cuda("all_gather_single", "all_gather_single_coalesced")(handing)()
+    group._nccl = Child(Nccl())
+    for name in SINGLE:
+        output, source = torch.zeros(2).as_subclass(Tensor), torch.rand(2).as_subclass(Tensor)
+        if "coalesced" in name:
+            getattr(group, name)([output], [source], None)
+        else:
+            getattr(group, name)(output, source, None)
+        assert torch.equal(output, source), name
+
+
+@pytest.mark.usefixtures("devices")
+def test_a_peer_that_has_ended_is_not_waited_for() -> None:
+    child = cuda.NcclChild(HashStore(), 0, 2, timedelta(seconds=60), FakeNcclGroup, bool)
+    with pytest.raises(PeerLost, match="rank 1 has ended before its first operation on a CUDA"):
+        child.group_for(torch.device("cuda", 0))
 
 
 def test_a_build_without_cuda_wraps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

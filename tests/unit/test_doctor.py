@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from phalanx import _native
 from phalanx.doctor import machine, network, software
 from phalanx.doctor.finding import Finding
 from phalanx.doctor.machine import _version1, _version2
@@ -82,6 +83,22 @@ def test_a_slow_and_late_link() -> None:
         "b to c: 3.20 Gbit/s, less than half of the best and a round trip of 5.0 ms, "
         "more than 3 times the best"
     )
+
+
+def test_a_slow_network_is_compared_with_what_trainings_send() -> None:
+    slow = Link(0, 1, "network", None, 1e-2, 12.5e6)
+    hosts = [make_host(name) for name in "abcd"]
+    found = [each for each in make_network(hosts, odd=slow).findings() if each.name == "methods"]
+    assert [finding.level for finding in found] == ["note"]
+    assert found[0].message == (
+        "the slowest link, a to b, carries 100 Mbit/s: for each million parameters, each of 4 "
+        "hosts sends 1.5 million values in a step, in 480 ms (float32, 4 bytes each) or 122 ms "
+        "(int8, 1.02 bytes); DiLoCo with every=128 in int8 needs 952 us per step"
+    )
+    seconds = found[0].values["seconds_per_million_parameters"]
+    assert seconds["float32"] == pytest.approx(2 * 3 / 4 * 4e6 / 12.5e6)
+    int8 = _native.quantized_size(256_000, _native.ENCODINGS["int8"]) / 256_000
+    assert seconds["int8"] == pytest.approx(seconds["float32"] * int8 / 4)
 
 
 def test_a_working_reverse_link_is_mentioned() -> None:

@@ -220,7 +220,7 @@ def recorder_content(**fields: Any) -> dict[str, Any]:
     )
     texts = dict.fromkeys(("host", "ending", "exception", "note"), "")
     groups = [group_record(77, "0"), group_record(78, "pipe\x1b[2J")]
-    lists = {"groups": groups, "reports": [], "open": [], "done": []}
+    lists = {"groups": groups, "reports": [], "open": [], "done": [], "links": []}
     return {**numbers, **texts, **lists, **fields}
 
 

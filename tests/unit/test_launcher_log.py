@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from phalanx.observe import job_directory, job_reader
+from phalanx.observe import explain, job_directory, job_reader
 from phalanx.observe.job_directory import JobDirectory, get_pid_scope
 from phalanx.observe.job_reader import read_process_stat
 from phalanx.observe.model import Job
@@ -48,6 +48,27 @@ def test_the_newest_attempt_counts(job: JobFixture) -> None:
     assert [bool(rank.opened) for rank in found.ranks] == [True, True, False]
     assert [rank.start.code for rank in found.ranks if rank.start] == [None, None, None]
     assert found.running
+
+
+def test_replaced_processes_are_counted(job: JobFixture) -> None:
+    for rank, pid in enumerate(job.pids):
+        job.log_event(event="start", rank=rank, pid=pid, attempt=0, world_size=2)
+    job.log_event(event="end", rank=1, pid=job.pids[1], code=-9, stopped=False, time=102.0)
+    new = write_recorder(job.path, 1)
+    job.log_event(event="start", rank=1, pid=new, attempt=0, world_size=2)
+    found = job.read()
+    assert [rank.pid for rank in found.ranks] == [job.pids[0], new]
+    (replaced,) = found.replaced
+    assert (replaced.rank, replaced.start.pid, replaced.start.code) == (1, job.pids[1], -9)
+    assert found.problems == ()
+    with job_directory.find_job(job.name) as directory:
+        assert job_reader.read_summary(directory).replaced == 1
+    text = explain.as_text(found)
+    assert f"Earlier, rank 1 (pid {job.pids[1]}) was killed by SIGKILL at " in text
+    assert ", 1 replaced" in text
+    assert explain.as_json(found)["job"]["replaced"] == [
+        {"rank": 1, "pid": job.pids[1], "code": -9, "ended": 102.0}
+    ]
 
 
 def test_attempts_without_a_launcher(job: JobFixture) -> None:
@@ -191,6 +212,7 @@ def test_pids_of_other_machines_and_namespaces_are_not_looked_up(job: JobFixture
 
 
 def test_a_reused_pid_is_another_process(job: JobFixture) -> None:
+    before = job.read().ranks[0].opened
     live = start_live_rank(job.path)
     try:
         assert job.read().ranks[0].process is not None
@@ -199,7 +221,7 @@ def test_a_reused_pid_is_another_process(job: JobFixture) -> None:
         recorder = job.path / f"{live.pid}.recorder"
         data, opened = recorder.read_bytes(), job.read().ranks[0].opened
         offset = data.index(opened.to_bytes(8, "little"))
-        old = (opened - 60 * 10**9).to_bytes(8, "little")
+        old = (before - 60 * 10**9).to_bytes(8, "little")
         recorder.write_bytes(data[:offset] + old + data[offset + 8 :])
         assert job.read().ranks[0].pid == job.pids[0]  # whose recorder is now the newer one
         job.get_recorder_path(0).unlink()

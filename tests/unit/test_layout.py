@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from phalanx.hierarchical.failure import counterparts
 from phalanx.system.host_identity import MemoryProbe
-from phalanx.topology.layout import Layout, RankRecord, group_by_host
+from phalanx.topology.layout import HostLink, Layout, RankRecord, group_by_host
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
@@ -60,10 +60,12 @@ def test_every_rank_is_watched_from_each_neighbouring_host(sizes: list[int]) -> 
 
 def test_probe_is_identified_by_its_nonce() -> None:
     with MemoryProbe() as probe, MemoryProbe() as other:
-        record = RankRecord.for_current_process(2, "gloo", probe)
+        record = RankRecord.for_current_process(2, HostLink("gloo"), probe)
         assert RankRecord.parse(record.text) == record
         assert record.probe_is_accessible()
-        other_record = RankRecord.parse(RankRecord.for_current_process(2, "gloo", other).text)
+        other_record = RankRecord.parse(
+            RankRecord.for_current_process(2, HostLink("gloo"), other).text
+        )
         assert not other_record._replace(nonce=probe.nonce).probe_is_accessible()
         assert not record._replace(pid=2**22 - 1).probe_is_accessible()
     assert not record.probe_is_accessible()
@@ -71,7 +73,7 @@ def test_probe_is_identified_by_its_nonce() -> None:
 
 def test_probe_is_accessible_from_another_process() -> None:
     with MemoryProbe() as probe:
-        record = RankRecord.for_current_process(2, "gloo", probe)
+        record = RankRecord.for_current_process(2, HostLink("gloo"), probe)
         code = (
             "from phalanx.topology.layout import RankRecord; "
             f"print(RankRecord.parse({record.text!r}).probe_is_accessible())"
@@ -85,7 +87,7 @@ def test_probe_is_accessible_from_another_process() -> None:
 @pytest.mark.parametrize("variable", ("one", ""))
 def test_host_id_variable(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with MemoryProbe() as probe:
-        before = RankRecord.for_current_process(2, "gloo", probe).machine
+        before = RankRecord.for_current_process(2, HostLink("gloo"), probe).machine
         monkeypatch.setenv("PHALANX_HOST_ID", variable)
-        after = RankRecord.for_current_process(2, "gloo", probe).machine
+        after = RankRecord.for_current_process(2, HostLink("gloo"), probe).machine
         assert (after == before) == (not variable)

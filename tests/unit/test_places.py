@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.topology import places
-from phalanx.topology.places import meeting_tree, own_place
+from phalanx.topology.places import cache_chain, meeting_tree, own_place
 
 
 def machine(sysfs: Path, *, sockets: int, nodes: int, caches: int, cores: int) -> int:
@@ -106,3 +106,15 @@ def test_groups_without_a_gain_are_flat() -> None:
     assert meeting_tree(apart[1:]) == []  # few ranks
     assert meeting_tree([(0, 0, 0)] * 64) == []  # one cache
     assert meeting_tree([*apart, ()]) == []  # a rank that isn't bound
+
+
+def test_the_chain_of_caches_that_are_filled_in_order() -> None:
+    caches = [0] * 8 + [8] * 3 + [16] * 8
+    assert cache_chain([(0, 0, cache) for cache in caches]) == [0, 8, 11]
+
+
+def test_no_chain_without_a_gain() -> None:
+    assert cache_chain([(0, 0, core // 2) for core in range(8)]) == [0, 2, 4, 6]
+    assert cache_chain([(0, 0, core % 2) for core in range(8)]) == []  # in turns
+    assert cache_chain([(0, 0, cache) for cache in (0, 0, 0, 1, 1, 1, 0)]) == []
+    assert cache_chain([(0, 0, cache) for cache in (0, 0, 1, 1, 2)]) == []  # few ranks per cache

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from phalanx.observe.model import Job, Operation, Process, Rank, Report
+from phalanx.observe.model import Job, Link, Operation, Process, Rank, Report
 from phalanx.observe.watch import as_json, build_view, get_outcome
 from phalanx.observe.watch_table import describe_activity, fold, render
 from tests import arbitrary_jobs
@@ -250,3 +250,29 @@ def test_folding_loses_no_rank(made: Job, room: int) -> None:
     assert len(shown) + len(folds) <= room
     found = [row.rank for row in shown] + [row.rank for one in folds for row in one.rows]
     assert sorted(found) == list(range(len(made.ranks)))
+
+
+def test_links_and_progress() -> None:
+    link = Link(
+        "node-b", (1_200_000_000, 310_000_000, ago(0.1)), (1_152_400_000, 300_000_000, ago(4))
+    )
+    operation = collective(3, None, waiting_for=1, progress=48)
+    made = job(rank(0, open=[operation], links=(link,)), rank(1))
+    shown = lines(made)
+    expected = "Link to node-b: sends 11.9 MB/s, receives 2.5 MB/s; so far 1.2 GB and 310 MB"
+    assert expected in shown
+    assert "train.py:40, 48% done, waits for 1" in get_rank_lines(shown)[0]
+    (found,) = as_json(made, build_view(made))["links"]
+    assert (found["host"], found["peer"], found["sent"]) == ("node-a", "node-b", 1_200_000_000)
+    assert found["send_rate"] == pytest.approx(11.9e6)
+
+
+def test_links_of_many_hosts() -> None:
+    links = tuple(Link(f"node-{n}", (n, 0, ago(1)), (0, 0, ago(2))) for n in range(20))
+    shown = lines(job(rank(0, links=links), rank(1, host=HOSTILE, links=links[:1])))
+    found = [line for line in shown if line.startswith("Link ")]
+    assert len(found) == 7
+    assert "... and 14 more links" in shown
+    assert (
+        found[0] == "Link from node-a to node-19: sends 10 B/s, receives 0 B/s; so far 19 B and 0 B"
+    )

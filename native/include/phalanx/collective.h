@@ -6,10 +6,11 @@
 // data follow in phases, which are ordered by the group's steps.
 //
 // Usually every rank waits for all entries, itself or over a tree (tree.h), so that all report a
-// mismatch in the collective where it happens. If the caller allows it (Bounds::runs_ahead), a rank
-// that only gives data (the root of a broadcast, all others in a gather) waits for no entry, and
-// may be ahead of its peers by kEntries - 1 collectives; the others wait for those that give. The
-// rest is compared later: each entry also has a hash of all fingerprints before it.
+// mismatch in the collective where it happens; over a tree, some may do so in the one before. If
+// the caller allows it (Bounds::runs_ahead), a rank that only gives data (the root of a broadcast,
+// all others in a gather) waits for no entry, and may be ahead of its peers by kEntries - 1
+// collectives; the others wait for those that give. The rest is compared later: each entry also has
+// a hash of all fingerprints before it.
 //
 // Memory is reused by two rules. A rank that has entered collective k + 1 has finished k, so its
 // peers may replace the entries of k. And a rank whose step is that of the end of k has finished k,

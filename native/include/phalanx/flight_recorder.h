@@ -11,7 +11,7 @@
 // Layout, all of fixed size:
 //   RecorderHeader | GroupEntry x kRecorderGroups | CallSite x kRecorderSites
 //   | under way: SharedRecord x kRecorderOpen | SharedReport x kRecorderReports
-//   | ended: SharedRecord x kRecorderHistory
+//   | ended: SharedRecord x kRecorderHistory | LinkEntry x kRecorderLinks
 #pragma once
 
 #include <atomic>
@@ -30,7 +30,7 @@
 namespace phalanx {
 
 inline constexpr std::uint64_t kRecorderMagic = 0x584f424c4b434201;  // "\1BCKLBOX"
-inline constexpr std::uint32_t kRecorderVersion = 2;
+inline constexpr std::uint32_t kRecorderVersion = 3;
 inline constexpr std::size_t kRecorderGroups = 128;
 inline constexpr std::size_t kRecorderSites = 1024;
 inline constexpr std::size_t kRecorderOpen = 64;
@@ -38,6 +38,7 @@ inline constexpr std::size_t kRecorderOpen = 64;
 inline constexpr std::size_t kRecorderMessages = 56;
 inline constexpr std::size_t kRecorderReports = 256;
 inline constexpr std::size_t kRecorderHistory = 4096;
+inline constexpr std::size_t kRecorderLinks = 64;
 
 // One operation, as it is recorded.
 struct Record {
@@ -56,7 +57,7 @@ struct Record {
   std::uint32_t site = 0;   // number of a CallSite; 0: unknown
   std::uint16_t group = 0;  // id of a GroupEntry; 0: unknown
   Kind kind = Kind::none;
-  std::uint8_t reserved = 0;
+  std::uint8_t progress = 0;  // percent, of an operation between hosts; 0: unknown
 };
 static_assert(sizeof(Record) == 64);
 
@@ -67,6 +68,7 @@ class SharedRecord {
   void clear();
   // While the operation is under way; called by the thread that runs it.
   void waiting_for(const Record& value);
+  void progress(const Record& value);
   // False if the slot is empty, or was being written to.
   bool load(Record& value) const;
   bool empty() const;
@@ -74,6 +76,7 @@ class SharedRecord {
  private:
   static constexpr std::size_t kWords = sizeof(Record) / 8;
   static constexpr std::size_t kPeers = offsetof(Record, peer) / 8;
+  static constexpr std::size_t kProgress = offsetof(Record, progress) / 8;
   // The first word is the number, written last; `frame_` is the number, written first.
   std::atomic<std::uint64_t> words_[kWords];
   std::atomic<std::uint64_t> frame_;
@@ -150,6 +153,29 @@ struct SharedReport {
 };
 static_assert(sizeof(SharedReport) == 40);
 
+// The bytes that a link has carried until some time.
+struct LinkBytes {
+  std::uint64_t sent = 0;
+  std::uint64_t received = 0;
+  std::uint64_t time = 0;  // monotonic
+};
+
+// The link to another host, as this process uses it. Writer of the numbers: the holder of the
+// link's lock in `hierarchical.links`. Each is written by itself, so a reader may get a mixture.
+struct LinkEntry {
+  std::atomic<std::uint32_t> used;  // 1: `host` is written; published by a release
+  std::uint32_t reserved;
+  std::atomic<std::uint64_t> sent;
+  std::atomic<std::uint64_t> received;
+  std::atomic<std::uint64_t> time;  // monotonic
+  // The same some seconds before, from which readers compute the bandwidth.
+  std::atomic<std::uint64_t> earlier_sent;
+  std::atomic<std::uint64_t> earlier_received;
+  std::atomic<std::uint64_t> earlier_time;
+  Text<72> host;
+};
+static_assert(sizeof(LinkEntry) == 128);
+
 struct RecorderLayout {
   RecorderHeader header;
   alignas(kPage) GroupEntry groups[kRecorderGroups];
@@ -157,13 +183,15 @@ struct RecorderLayout {
   alignas(kPage) SharedRecord open[kRecorderOpen];
   alignas(kCacheLine) SharedReport reports[kRecorderReports];
   alignas(kPage) SharedRecord history[kRecorderHistory];
+  alignas(kPage) LinkEntry links[kRecorderLinks];
 };
 static_assert(offsetof(RecorderLayout, groups) == 4096);
 static_assert(offsetof(RecorderLayout, sites) == 118784);
 static_assert(offsetof(RecorderLayout, open) == 249856);
 static_assert(offsetof(RecorderLayout, reports) == 254464);
 static_assert(offsetof(RecorderLayout, history) == 266240);
-static_assert(sizeof(RecorderLayout) == 561152, "a changed layout needs a new kRecorderVersion");
+static_assert(offsetof(RecorderLayout, links) == 561152);
+static_assert(sizeof(RecorderLayout) == 569344, "a changed layout needs a new kRecorderVersion");
 
 // The identity of the recorded rank.
 struct RecorderIdentity {
@@ -209,6 +237,7 @@ class FlightRecorder {
   // Numbers an operation and records it as under way. Returns its slot, -1 if all are in use.
   int begin(Record& record);
   void waiting_for(int slot, const Record& record) { layout_->open[slot].waiting_for(record); }
+  void progress(int slot, const Record& record) { layout_->open[slot].progress(record); }
   // Moves the record to the history.
   void end(int slot, const Record& record);
   // Numbers and records an operation that has ended, and was never recorded as under way.
@@ -219,6 +248,11 @@ class FlightRecorder {
   void set_main_thread_wait(std::uint64_t number) {
     layout_->header.main_thread_wait.store(number, std::memory_order_relaxed);
   }
+
+  // Returns the number of the link to a host, which is new if there is none; -1 if the table is
+  // full.
+  int add_link(std::string_view host);
+  void record_link(int link, const LinkBytes& now, const LinkBytes& earlier);
 
   void report(std::int64_t step, std::optional<double> loss, std::string_view note);
   // Keeps the first ending other than `left`.
@@ -233,7 +267,7 @@ class FlightRecorder {
   int fd_;
   // The slots of `open` that are in use.
   std::atomic<std::uint64_t> used_slots_ = 0;
-  std::mutex mutex_;  // for groups, sites, reports and the ending
+  std::mutex mutex_;  // for groups, sites, links, reports and the ending
   std::uint16_t last_group_ = 0;
 };
 

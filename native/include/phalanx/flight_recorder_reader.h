@@ -32,6 +32,12 @@ struct RecordedReport {
   std::optional<double> loss;
 };
 
+struct RecordedLink {
+  std::string host;
+  LinkBytes now;
+  LinkBytes earlier;
+};
+
 struct RecorderContents {
   int pid = 0;
   int rank = 0;
@@ -52,7 +58,8 @@ struct RecorderContents {
   std::vector<Record> done;             // oldest first
   std::vector<std::string> sites;       // by number
   std::vector<RecordedReport> reports;  // oldest first
-  int torn = 0;                         // records that were being written
+  std::vector<RecordedLink> links;
+  int torn = 0;  // records that were being written
 };
 
 // Fills `contents`, with the newest `history` of the ended operations. Returns an error message;

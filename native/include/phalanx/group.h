@@ -31,7 +31,8 @@ class Group {
   Group& operator=(const Group&) = delete;
 
   // Opens a handle on every peer's process. All ranks must be present. Closes the creator's
-  // descriptor, which is no longer needed. peer_lost if a peer has died already.
+  // descriptor, which is no longer needed. peer_lost, and a broken group, if a peer has died
+  // already.
   Status connect();
 
   int rank() const { return rank_; }
@@ -63,6 +64,8 @@ class Group {
   // host, by its global rank.
   void begin_composite_wait(std::int16_t global_rank);
   void end_composite_wait(std::int16_t global_rank, Clock::duration waited);
+  // For readers of the flight recorder: how much of the composite operation is done, in percent.
+  void set_composite_progress(std::uint8_t percent);
 
   // Steps order the phases of collectives: all ranks advance in the same order, and wait until a
   // peer has advanced at least to `target`.
@@ -121,7 +124,9 @@ class Group {
   std::optional<int> wait_status(int peer) const {
     return processes_[static_cast<std::size_t>(peer)].wait_status();
   }
-  // Ok while `peer` may still come: it has not left, is not dead, and the group is not broken.
+  // Whether `peer` has left, or is dead or dying, also if the group is broken.
+  bool has_gone(int peer) const;
+  // Ok while `peer` may still come: it has not gone, and the group is not broken.
   Status peer_status(int peer) const;
 
  private:

@@ -5,6 +5,7 @@
 // Layout, each part on a page boundary:
 //   Header | RankControl x ranks | small rings: ranks | large rings: ranks
 //   | exchange buffers: 2, if there are two ranks | Channel x ranks^2
+//   | AgreementRound x 2 (ranks + 1)
 // The creator allocates the first two parts and the beginning of the exchange buffers at once, and
 // each rank its own small ring, which is on its NUMA node then: some 33 KiB per rank, since
 // entering a small collective must not fail for lack of memory. The others are allocated when first
@@ -24,7 +25,7 @@
 namespace phalanx {
 
 inline constexpr std::uint64_t kMagic = 0x584e414c41485001;  // "\1PHALANX"
-inline constexpr std::uint32_t kLayoutVersion = 3;
+inline constexpr std::uint32_t kLayoutVersion = 4;
 inline constexpr std::size_t kCacheLine = 64;
 inline constexpr int kMaxRanks = 512;
 
@@ -145,6 +146,22 @@ static_assert(offsetof(Channel, slots) == kPage);
 static_assert(offsetof(Channel, ring) == kPage + kSlots * sizeof(Slot));
 static_assert((kRingBytes & (kRingBytes - 1)) == 0);
 
+// The decision on a rank in a round of an agreement; see agreement.h.
+enum class Decision : std::uint8_t { none = 0, joined = 1, stranded = 2, excluded = 3 };
+
+// A round of the agreement on the ranks that go on after a failure; see agreement.h. It begins with
+// this line; the decisions on the ranks, a byte each, follow.
+struct alignas(kCacheLine) AgreementRound {
+  // The location of the segment that the members of the round enter. Writer: the lowest of them.
+  std::atomic<std::uint32_t> is_published;  // written last
+  std::int32_t pid;
+  std::int32_t descriptor;
+  std::uint64_t nonce;
+};
+static_assert(sizeof(AgreementRound) == kCacheLine);
+static_assert(offsetof(AgreementRound, nonce) == 16);
+static_assert(sizeof(std::atomic<Decision>) == 1);
+
 class Segment {
  public:
   // Each returns null and fills `status` if it fails (system, with errno; EPROTO: not a segment of
@@ -163,6 +180,10 @@ class Segment {
   static std::unique_ptr<Segment> share(const Segment& owner);
 
   static std::size_t bytes_for(int ranks);
+  // The size of a round of an agreement.
+  static constexpr std::size_t round_bytes(std::size_t ranks) {
+    return sizeof(AgreementRound) + whole_lines(ranks);
+  }
   // The chunk size for this number of ranks, given the cores that this process may use.
   static std::size_t fitting_chunk(int ranks);
 
@@ -195,6 +216,24 @@ class Segment {
     return exchange_ + (index & 1) * kExchangeBytes;
   }
   Channel& channel(int source, int destination) const;
+  // The number of rounds that an agreement may have: a rank that dies ends at most two of them.
+  int agreement_rounds() const { return 2 * ranks() + 2; }
+  AgreementRound& agreement_round(int round) const {
+    return *reinterpret_cast<AgreementRound*>(agreement_ + static_cast<std::size_t>(round) *
+                                                               round_bytes(header().ranks));
+  }
+  // Writers: the rank itself and those that exclude it (compare-and-swap from none).
+  std::atomic<Decision>& decision(int round, int rank) const {
+    auto* first = reinterpret_cast<std::atomic<Decision>*>(&agreement_round(round) + 1);
+    return first[rank];
+  }
+  // Allocates the pages of a round and of the next one, where ranks look before they decide. They
+  // are not needed before an agreement.
+  Status allocate_round(int round) const {
+    const int rounds = std::min(2, agreement_rounds() - round);
+    return prefault(&agreement_round(round),
+                    static_cast<std::size_t>(rounds) * round_bytes(header().ranks));
+  }
 
  private:
   // `memory` is empty in a view of another object's.
@@ -207,6 +246,7 @@ class Segment {
   std::byte* large_rings_;
   std::byte* exchange_;
   Channel* channels_;
+  std::byte* agreement_;
 };
 
 }  // namespace phalanx

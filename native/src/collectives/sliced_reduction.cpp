@@ -13,6 +13,25 @@ std::size_t even_slice(std::size_t total, std::size_t ranks, std::size_t chunk_b
   return whole_lines(parts(total, chunks * ranks));
 }
 
+// A chain of d caches takes n + d rounds for n chunks, and a flat group n + 1. With 2 d chunks the
+// chain has half as many rounds again, and in each of them a cache line crosses (p / d + 1) / 2
+// times less often with p ranks: no loss with two ranks per cache, three times less in all with
+// eight.
+constexpr std::size_t kChunksPerCache = 2;
+// Chunks may be this small, so that 2 d of them are not many bytes. In still smaller ones, waiting
+// for all ranks would take longer than copying and combining.
+constexpr std::size_t smallest_chunk(std::size_t chunk_bytes) { return chunk_bytes / 4; }
+static_assert(smallest_chunk(kChunkBytes) / kMaxRanks >= kCacheLine);
+
+// The most bytes of a chunk. Up to 4 d chunks, more of them are better than larger ones.
+std::size_t largest_chunk(const CacheChain& chain, std::size_t total, std::size_t chunk_bytes) {
+  if (chain.length() == 1) {
+    return chunk_bytes;
+  }
+  const std::size_t chunks = 2 * kChunksPerCache * static_cast<std::size_t>(chain.length());
+  return std::clamp(total / chunks, smallest_chunk(chunk_bytes), chunk_bytes);
+}
+
 }  // namespace
 
 SlicedReduction::SlicedReduction(Collective& collective, std::byte* data, std::size_t bytes,
@@ -22,9 +41,24 @@ SlicedReduction::SlicedReduction(Collective& collective, std::byte* data, std::s
       total_(bytes),
       sources_(sources),
       root_(root),
-      slice_bytes_(even_slice(bytes, static_cast<std::size_t>(collective.ranks()),
-                              collective.group().segment().chunk_bytes())),
-      chunk_bytes_(slice_bytes_ * static_cast<std::size_t>(collective.ranks())) {}
+      chain_(find_chain(collective, bytes, sources)),
+      cache_(chain_.cache_of(collective.self())),
+      slice_bytes_(
+          even_slice(bytes, static_cast<std::size_t>(chain_.slices()),
+                     largest_chunk(chain_, bytes, collective.group().segment().chunk_bytes()))),
+      chunk_bytes_(slice_bytes_ * static_cast<std::size_t>(chain_.slices())) {}
+
+// The same on all ranks: the caches and the chunk size are. If the rest differs, the ranks find a
+// mismatch before they read data.
+CacheChain SlicedReduction::find_chain(const Collective& collective, std::size_t bytes,
+                                       const Sources& sources) {
+  const std::span<const int> caches = collective.group().tree().caches();
+  const std::size_t smallest = smallest_chunk(collective.group().segment().chunk_bytes());
+  const bool is_long = bytes >= kChunksPerCache * caches.size() * smallest;
+  return !caches.empty() && is_long && sources.has_exact_parts()
+             ? CacheChain(caches, collective.ranks())
+             : CacheChain(collective.ranks());
+}
 
 Status SlicedReduction::run() {
   collective_.block();
@@ -63,48 +97,59 @@ Status SlicedReduction::stage_late() {
   return status;
 }
 
-// Steps, from the base: 0: chunk 0 is staged | stage 1 | combine 0 | stage 2 | combine 1 | ... |
-// combine the last.
+// Round r begins when all ranks have ended round r - 1, which a step announces. In it, the ranks of
+// cache c combine chunk r - c, and stage the next one. All ranks copy out what the last of d caches
+// has combined in the round before: chunk r - d. In a flat group, d is 1.
+//
+// Whatever is read in a round was written in the round before. A piece has places for two chunks,
+// so what is written takes the place of data that were read in the round before, or earlier.
 Status SlicedReduction::reduce_chunks() {
   Group& group = collective_.group();
-  const Bounds& bounds = collective_.bounds();
   const std::uint64_t base = collective_.base();
   const std::uint64_t chunks = chunks_of(total_, chunk_bytes_);
-  for (std::uint64_t chunk = 0; chunk < chunks; ++chunk) {
-    const bool last = chunk + 1 == chunks;
-    if (!last) {
-      stage(chunk + 1);
-      group.advance();
-    }
-    // All peers have staged this chunk, so they have also copied out chunk - 2, whose place is
-    // reused: this rank has waited for that at their entries, or at the end of the last round.
-    combine(chunk);
-    group.advance();
-    const std::uint64_t combined = base + 2 * chunk + (last ? 1 : 2);
-    if (const Status s = group.wait_steps(combined, bounds); !s.ok()) {
-      return s;
-    }
-    if (root_ < 0 || root_ == collective_.self()) {
-      copy_out(chunk);
-    }
+  const auto length = static_cast<std::uint64_t>(chain_.length());
+  const auto first_round = static_cast<std::uint64_t>(cache_);
+  if (first_round != 0) {
+    group.advance_to(base + first_round);  // no work before
   }
-  collective_.finish(base + 2 * chunks);
+  for (std::uint64_t round = first_round; round < chunks + length; ++round) {
+    if (round != 0) {  // chunk 0 has come with the entry
+      if (const Status s = group.wait_steps(base + round, collective_.bounds()); !s.ok()) {
+        return s;
+      }
+    }
+    if (round >= length && (root_ < 0 || root_ == collective_.self())) {
+      copy_out(round - length);
+    }
+    const std::uint64_t chunk = round - first_round;
+    if (chunk + 1 < chunks) {
+      stage(chunk + 1);
+    }
+    if (chunk < chunks) {
+      combine(chunk);
+    }
+    group.advance_to(base + round + 1);  // in the last round: Collective::finish
+  }
   return {};
 }
 
-// Slice `rank` of a chunk, relative to the chunk.
-Span SlicedReduction::slice(const Span& chunk, int rank) const {
-  const std::size_t begin = std::min(slice_bytes_ * static_cast<std::size_t>(rank), chunk.size);
-  return {begin, std::min(slice_bytes_, chunk.size - begin)};
+// Slices [begin, end) of a chunk, relative to the chunk.
+Span SlicedReduction::slices(const Span& chunk, int begin, int end) const {
+  const auto position = [&](int slice) {
+    return std::min(slice_bytes_ * static_cast<std::size_t>(slice), chunk.size);
+  };
+  return {position(begin), position(end) - position(begin)};
 }
 
 std::byte* SlicedReduction::place(int rank, std::uint64_t chunk) const {
-  return place(const_cast<std::byte*>(collective_.data(rank)), chunk);
+  const bool is_own = rank == collective_.self();
+  return place(is_own ? collective_.data() : const_cast<std::byte*>(collective_.data(rank)), chunk);
 }
 
 void SlicedReduction::stage(std::uint64_t index) {
   const Span chunk = chunk_of(total_, chunk_bytes_, index);
-  const Span own = slice(chunk, collective_.self());
+  const auto [first, end] = chain_.slices_of(collective_.self());
+  const Span own = slices(chunk, first, end);
   std::byte* piece = place(collective_.data(), index);
   const std::byte* from = data_ + chunk.begin;
   const std::size_t after = own.begin + own.size;
@@ -113,22 +158,28 @@ void SlicedReduction::stage(std::uint64_t index) {
 }
 
 void SlicedReduction::combine(std::uint64_t index) {
+  const int self = collective_.self();
   const Span chunk = chunk_of(total_, chunk_bytes_, index);
-  const Span own = slice(chunk, collective_.self());
-  sources_.combine(place(collective_.data(), index) + own.begin, own.size, [&](int rank) {
-    return rank == collective_.self() ? data_ + chunk.begin + own.begin
-                                      : place(rank, index) + own.begin;
-  });
+  const auto [first, end] = chain_.slices_of(self);
+  for (int slice = first; slice < end; ++slice) {
+    const Span part = slices(chunk, slice, slice + 1);
+    const std::byte* before =
+        cache_ == 0 ? nullptr : place(chain_.owner(cache_ - 1, slice), index) + part.begin;
+    sources_.combine_part(place(self, index) + part.begin, part.size, before, chain_.begin(cache_),
+                          chain_.end(cache_), [&](int rank) {
+                            return (rank == self ? data_ + chunk.begin : place(rank, index)) +
+                                   part.begin;
+                          });
+  }
 }
 
 void SlicedReduction::copy_out(std::uint64_t index) {
   const Span chunk = chunk_of(total_, chunk_bytes_, index);
-  for (int i = 0; i < collective_.ranks(); ++i) {
-    // Own slice first: it is still in the cache.
-    const int rank = (collective_.self() + i) % collective_.ranks();
-    const Span part = slice(chunk, rank);
-    const std::byte* piece =
-        rank == collective_.self() ? place(collective_.data(), index) : place(rank, index);
+  for (int i = 0; i < chain_.slices(); ++i) {
+    // Each rank begins with another slice; in a flat group with its own, which is in its cache.
+    const int slice = (collective_.self() + i) % chain_.slices();
+    const Span part = slices(chunk, slice, slice + 1);
+    const std::byte* piece = place(chain_.owner(chain_.length() - 1, slice), index);
     copy_bytes(data_ + chunk.begin + part.begin, piece + part.begin, part.size);
   }
 }

@@ -3,6 +3,7 @@
 
 #include <array>
 
+#include "cache_chain.h"
 #include "locations.h"
 #include "phalanx/collective.h"
 #include "sources.h"
@@ -22,6 +23,10 @@ class SlicedReduction {
   // combined, so that an early rank does useful work. This is reduce-scatter followed by all-gather
   // (Rabenseifner 2004) in shared memory, with the least memory traffic possible for user buffers
   // outside the segment.
+  //
+  // In a large group on several caches, each slice has an owner in each cache, which combines the
+  // data of the ranks there with what the owner in the cache before has stored. All caches work at
+  // the same time, on consecutive chunks.
   Status run();
 
   // Reduces data that all lie in arenas, once the collective is entered: every rank combines its
@@ -29,7 +34,9 @@ class SlicedReduction {
   Status run_in_place();
 
  private:
-  Span slice(const Span& chunk, int rank) const;
+  static CacheChain find_chain(const Collective& collective, std::size_t bytes,
+                               const Sources& sources);
+  Span slices(const Span& chunk, int begin, int end) const;
   std::byte* place(std::byte* piece, std::uint64_t chunk) const {
     return piece + (chunk & 1) * chunk_bytes_;
   }
@@ -46,6 +53,8 @@ class SlicedReduction {
   std::size_t total_;
   Sources& sources_;
   int root_;
+  CacheChain chain_;
+  int cache_;  // of this rank, in the chain
   // The same for all chunks: the position of a slice in the piece must not change, since the result
   // of chunk c - 2 may still be read there while chunk c is staged around it.
   std::size_t slice_bytes_;

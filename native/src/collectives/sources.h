@@ -14,22 +14,43 @@ namespace phalanx {
 class Sources {
  public:
   Sources(const Collective& collective, DType dtype, ReduceOp op)
-      : ranks_(static_cast<std::size_t>(collective.ranks())), dtype_(dtype), op_(op) {}
+      : ranks_(collective.ranks()), dtype_(dtype), op_(op) {}
 
   // `source(rank)`: the first byte of the rank's data.
   template <class Source>
   void combine(void* out, std::size_t bytes, Source source) {
-    for (std::size_t rank = 0; rank < ranks_; ++rank) {
-      sources_[rank] = source(static_cast<int>(rank));
+    combine_part(out, bytes, nullptr, 0, ranks_, source);
+  }
+
+  // Combines a part of the ranks, [begin, end), with `before`: the combined data of all ranks below
+  // `begin`, or null if there are none. The part with the last rank ends the reduction. The result
+  // of all parts has the bits of `combine`, if has_exact_parts().
+  template <class Source>
+  void combine_part(void* out, std::size_t bytes, const void* before, int begin, int end,
+                    Source source) {
+    std::size_t n = 0;
+    if (before != nullptr) {
+      sources_[n++] = before;
+    }
+    for (int rank = begin; rank < end; ++rank) {
+      sources_[n++] = source(rank);
     }
     if (bytes != 0) {
-      phalanx::reduce(out, sources_.data(), ranks_, bytes / size_of(dtype_), dtype_, op_,
+      const ReduceOp op = end < ranks_ && op_ == ReduceOp::avg ? ReduceOp::sum : op_;
+      phalanx::reduce(out, sources_.data(), n, bytes / size_of(dtype_), dtype_, op,
                       static_cast<double>(ranks_));
     }
   }
 
+  // Whether the result of a part loses nothing when it is stored. 16-bit floats are combined as
+  // float32, and rounded at the end: that of a minimum or maximum changes nothing.
+  bool has_exact_parts() const {
+    const bool is_half = dtype_ == DType::float16 || dtype_ == DType::bfloat16;
+    return !is_half || op_ == ReduceOp::min || op_ == ReduceOp::max;
+  }
+
  private:
-  std::size_t ranks_;
+  int ranks_;
   DType dtype_;
   ReduceOp op_;
   std::array<const void*, kMaxRanks> sources_;

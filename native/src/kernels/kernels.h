@@ -13,6 +13,7 @@ namespace phalanx::kernels {
 
 constexpr size_t n_dtypes = 15;
 constexpr size_t n_ops = 9;
+constexpr size_t n_encodings = 3;
 
 // Combines sources like phalanx::reduce; `parameter` is the divisor or the factor.
 using Fold = void (*)(void* out, const void* const* sources, size_t n_sources, size_t count,
@@ -20,6 +21,9 @@ using Fold = void (*)(void* out, const void* const* sources, size_t n_sources, s
 
 // The combination of rows of a table; see rows.h in this directory.
 enum class RowCombine : unsigned char { sum, max };
+// The encodings of quantization.h.
+using Quantize = void (*)(void* out, const float* values, float* residual, size_t count);
+using Dequantize = void (*)(float* out, const void* encoded, size_t count);
 using LoadRow = void (*)(void* to, const void* from, size_t bytes);
 using CombineRows = void (*)(void* out, const void* rows, size_t count, size_t width,
                              RowCombine use, const void* weights, bool first);
@@ -30,6 +34,8 @@ struct Table {
   Fold scale[n_dtypes];                // of one source
   LoadRow load_row;                    // null if only the language's atomics will do
   CombineRows combine_rows[n_dtypes];  // float32 and float64
+  Quantize quantize[n_encodings];
+  Dequantize dequantize[n_encodings];
 };
 
 extern const Table baseline;

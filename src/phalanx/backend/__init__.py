@@ -9,6 +9,10 @@ blocking operations on plain tensors at once (`direct_calls`), or keeps them for
 in the group's threads with a work and its futures (`work`). `cuda` handles CUDA tensors.
 `instrumentation` shows operations to PyTorch's profiler and to dispatch modes.
 
+`formation` forms the native group on which a process group stands. Two modules change it later:
+`rank_changes` continues without ranks that are lost, or with `newcomers` in their places, and
+`reconfiguration` with ranks that the caller names.
+
 When the core reports a failure, `failure` describes it with the user's `call_site`, and
 `peer_state` adds information from the flight recorders of the other ranks. `deadlock_detector`
 detects deadlocks across groups, also during the waits for works.

@@ -6,8 +6,8 @@ group's store, and ranks compare devices when they communicate. A build of torch
 overhead, since the methods are wrapped only in builds with CUDA. If the group's transport is
 "nccl", host memory is never used; its use is an error.
 
-This module was written against PyTorch's `ProcessGroupNCCL`, and has run only with stand-ins for
-devices and for NCCL, since the tests run without a GPU.
+The tests run without a GPU, with stand-ins for devices and for NCCL. On one H200 the module ran
+with NCCL at one rank, and through host memory with two; NCCL with several ranks has not run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,7 +24,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from phalanx.errors import UsageError
+from phalanx.backend.instrumentation import FORMER_NAMES, find_method
+from phalanx.backend.operands import warn_once
+from phalanx.backend.work import CompositeWork
+from phalanx.errors import PeerLost, UsageError
+from phalanx.system.polling import attempts
 
 _log = logging.getLogger("phalanx")
 _T = TypeVar("_T")
@@ -38,6 +43,7 @@ class NcclChild:
         size: World size of the group.
         timeout: The timeout of NCCL's operations, and of the wait for the peers' devices.
         make_group: Creates the NCCL group; replaced in tests.
+        has_gone: Returns whether a rank has ended.
     """
 
     def __init__(
@@ -47,12 +53,14 @@ class NcclChild:
         size: int,
         timeout: timedelta,
         make_group: Callable[[Any, int, int, timedelta], Any] | None = None,
+        has_gone: Callable[[int], bool] = lambda _rank: False,
     ) -> None:
         self._store = store
         self._rank = rank
         self._size = size
         self._timeout = timeout
         self._make_group = make_group or _make_nccl
+        self._has_gone = has_gone
         self._lock = threading.Lock()
         self._published: str | None = None
         self._devices: dict[int, str] = {}
@@ -72,6 +80,7 @@ class NcclChild:
 
         Raises:
             torch.distributed.DistStoreError: A peer's device was not published in time.
+            PeerLost: A peer has ended before it published its device.
             UsageError: The group's transport is "nccl", and ranks share a device or have no NCCL.
         """
         with self._lock:
@@ -93,6 +102,7 @@ class NcclChild:
 
         Raises:
             torch.distributed.DistStoreError: A rank's device was not published in time.
+            PeerLost: A rank has ended before it published its device.
             UsageError: Messages of some rank go through NCCL; the message names that rank.
         """
         with self._lock:
@@ -142,11 +152,27 @@ class NcclChild:
         """Return whether these ranks each have a device of their own, and NCCL."""
         for rank in ranks:
             if rank not in self._devices:
-                key = f"phalanx/cuda/{rank}"
-                self._store.wait([key], self._timeout)
-                self._devices[rank] = self._store.get(key).decode()
+                self._devices[rank] = self._wait_for_device(rank)
         devices = [self._devices[rank] for rank in ranks]
         return "" not in devices and len(set(devices)) == len(devices)
+
+    def _wait_for_device(self, rank: int) -> str:
+        key, seconds = f"phalanx/cuda/{rank}", self._timeout.total_seconds()
+        for _ in attempts(time.monotonic() + seconds):
+            if self._store.check([key]):
+                device: str = self._store.get(key).decode()
+                return device
+            if self._has_gone(rank):
+                raise PeerLost(
+                    f"rank {self._rank}/{self._size}: rank {rank} has ended before its first "
+                    "operation on a CUDA tensor",
+                    ranks=[rank],
+                )
+        raise dist.DistStoreError(
+            f"rank {self._rank}/{self._size}: rank {rank} has called no operation on a CUDA tensor "
+            f"within {seconds:g} s: the tensors of an operation must be on the same kind of device "
+            "on all ranks"
+        )
 
 
 def device_id(device: torch.device) -> str:
@@ -186,7 +212,10 @@ def delegate_cuda(*names: str) -> Callable[[type[_T]], type[_T]]:
     def decorate(cls: type[_T]) -> type[_T]:
         if torch.version.cuda is not None:
             for name in names:
-                setattr(cls, name, _delegate_to_nccl(name, getattr(cls, name)))
+                method = getattr(cls, name)
+                delegating = _delegate_to_nccl(name, method)
+                for alias in {name, *(key for key, value in vars(cls).items() if value is method)}:
+                    setattr(cls, alias, delegating)
         return cls
 
     return decorate
@@ -202,7 +231,24 @@ def _delegate_to_nccl(name: str, method: Callable[..., Any]) -> Callable[..., An
             peer = arguments[1] if name in ("send", "recv") else None
             group = self._nccl.group_for(tensor.device, peer)
             if group is not None:
-                return getattr(group, name)(*arguments, **options)
+                if self.link.compress or self.link.connections > 1:
+                    warn_once(
+                        "nccl link",
+                        f"NCCL sends float32, by its own connections: {self.link} is for tensors "
+                        "on the CPU, or on GPUs that ranks share",
+                    )
+                return _run_on_nccl(group, name, arguments, options)
         return method(self, *arguments, **options)
 
     return call
+
+
+def _run_on_nccl(group: Any, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    single = name.removesuffix("_coalesced")
+    if single == name or single not in FORMER_NAMES:
+        return find_method(group, name)(*arguments, **options)
+    # PyTorch's backends have these only in C++.
+    outputs, inputs, *rest = arguments
+    run = find_method(group, single)
+    works = [run(*pair, *rest, **options) for pair in zip(outputs, inputs, strict=True)]
+    return CompositeWork(works)

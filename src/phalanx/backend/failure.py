@@ -41,6 +41,8 @@ _ERROR_CLASSES = {
     "aborted": Aborted,
     "interrupted": Aborted,
 }
+_LOSSES = (PeerLost, CollectiveTimeout, Aborted)
+"""The errors after which the remaining ranks can continue: the program is not at fault."""
 _OPERATION_NAME = re.compile(r"(?:queued |a )?(\w+(?: #\d+)?)")
 _FORWARDED_CODES = {
     "PeerLost": "peer_lost",
@@ -48,6 +50,26 @@ _FORWARDED_CODES = {
     "CollectiveTimeout": "timeout",
 }
 """Native codes by exception class name, the prefix of an abort reason from another group."""
+
+
+def find_loss(error: BaseException, failure: Any, group: str) -> PhalanxError | None:
+    """Return the loss of a rank that an exception reports; None if it reports something else.
+
+    Args:
+        error: The exception: one of Phalanx, or a RuntimeError that PyTorch's C++ code made of it.
+        failure: The status of a broken native group; None if it is not broken.
+        group: The name of the group.
+    """
+    if isinstance(error, _LOSSES):
+        return error
+    if type(error) is not RuntimeError or failure is None:
+        return None
+    kind = _ERROR_CLASSES.get(failure.code)
+    if kind not in _LOSSES:
+        return None
+    # "Cannot extract tensors from value: PeerLost: ...", and a stack
+    text = str(error).rpartition(f"{kind.__name__}: ")[2]
+    return kind(text.split("\n")[0], group=group)
 
 
 class FailureFormatter:

@@ -68,6 +68,17 @@ EVENT_NAMES = {
 }
 """The names of operators in the profiler, by the method of a group that calls them."""
 
+FORMER_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+    "gather_single": "gather_into_tensor",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+"""The former names of methods in PyTorch. Its backends, such as NCCL's, still have them, and in
+2.11 its groups too."""
+
 _base_groups: dict[tuple[int, int], Any] = {}
 """Groups without a backend, by rank and size, which call operators as PyTorch's own groups do."""
 
@@ -123,11 +134,26 @@ def _run_through_operator(
         else _ExecutionMode(lambda _arguments: run())
     )
     with _insert_modes(execution, _GroupSubstitutionMode(group)):
-        result: dist.Work = getattr(_base_groups[rank_and_size], method)(*arguments)
+        result: dist.Work = find_method(_base_groups[rank_and_size], method)(*arguments)
     works = execution.works
     if has_wrapper and len(works) > 1:
         return CompositeWork(works)
     return works[-1] if works else result
+
+
+def find_method(group: Any, name: str) -> Callable[..., Any]:
+    """Return a method of a group of PyTorch, which may have it under its former name.
+
+    Args:
+        group: A `ProcessGroup`, or one of its backends.
+        name: The present name.
+
+    Raises:
+        AttributeError: The group has the method under neither name.
+    """
+    former = FORMER_NAMES.get(name, name)
+    method: Callable[..., Any] = getattr(group, name if hasattr(group, name) else former)
+    return method
 
 
 class _ExecutionMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -67,7 +67,7 @@ class Membership(_native.OperationState):
     def leave(self) -> None:
         """Leave the group and notify its peers; the threads must have been stopped."""
         self.native.close()
-        self.native = _UnusableGroup(
+        self.native = UnusableGroup(
             "this rank has left the process group (destroy_process_group, shutdown or abort): "
             "form another one with init_process_group or new_group"
         )
@@ -80,7 +80,7 @@ class Membership(_native.OperationState):
         self.message_thread.stop(_STOP_SECONDS)
 
 
-class _UnusableGroup:
+class UnusableGroup:
     """A substitute for the native part of a group that this process can no longer use."""
 
     closed = True
@@ -157,7 +157,7 @@ def _replace_in_child() -> None:
     _native.detach_flight_recorder()
     for membership in list(_memberships):
         _inherited_groups.append(membership.native)
-        membership.native = _UnusableGroup(reason)
+        membership.native = UnusableGroup(reason)
 
 
 exception_hook.on_failure(_mark_failed)

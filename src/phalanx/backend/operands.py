@@ -22,6 +22,8 @@ from phalanx.errors import PhalanxError, UsageError
 _log = logging.getLogger("phalanx")
 _warned: set[str] = set()
 _STRIDED = torch.strided
+_MIN_PINNED = 64 * 2**10
+"""The size in bytes from which a copy of a CUDA tensor is in memory that is not swapped out."""
 
 DTYPE_CODES: dict[torch.dtype, int] = {
     getattr(torch, name): code for name, code in _native.DTYPES.items()
@@ -137,7 +139,9 @@ def prepare_input(tensor: torch.Tensor, operation: str) -> torch.Tensor:
             return tensor
     else:
         _check_layout_and_device(tensor, operation)
-    flat = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    # A copy from a GPU to memory that may be swapped out takes up to four times as long.
+    is_pinned = tensor.is_cuda and tensor.nbytes >= _MIN_PINNED
+    flat = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_pinned)
     with torch.inference_mode():
         flat.copy_(tensor)
     return flat

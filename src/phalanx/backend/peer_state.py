@@ -18,10 +18,11 @@ from phalanx.observe.exception_hook import SESSION_ENDED
 from phalanx.observe.model import Group, Operation, Rank, select_blocking
 from phalanx.observe.recorder_reader import build_rank
 from phalanx.system.polling import attempts
+from phalanx.system.processes import StatField, read_stat
 
 _MAX_TEXT_LENGTH = 640
 """The maximum length of a rank's own text, in characters; longer than its recorder can hold."""
-_SEARCH_SECONDS = 0.2
+_SEARCH_SECONDS = 2.0
 """The time for which to look for an operation that a rank has entered and not recorded yet."""
 _MAX_COPIES = 3
 """The number of further copies in which to look for the site of a recorded operation."""
@@ -121,11 +122,8 @@ def describe_activity(group: _native.Group, rank: int) -> str:
 
 def process_state(pid: int) -> str:
     """Return the kernel's letter for a process's state; empty if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    fields = read_stat(pid)
+    return fields[StatField.STATE].decode() if fields is not None else ""
 
 
 def read_rank(group: _native.Group, rank: int, history: int = _SHORT_HISTORY) -> Rank | None:
@@ -156,13 +154,14 @@ def _find_operation(
 
 
 def _matches(operation: Operation, fingerprint: _native.Fingerprint) -> bool:
-    if (operation.kind, operation.sequence) != (fingerprint.kind, fingerprint.sequence):
+    if operation.sequence != fingerprint.sequence:
         return False
+    if operation.kind == "plan":  # its collectives have its number, and are not recorded
+        return fingerprint.kind not in ("send", "recv")
     # The number of a collective in its group identifies it.
     recorded = operation.count, operation.dtype
-    return not operation.is_message or recorded == (
-        fingerprint.count,
-        DTYPE_NAMES[fingerprint.dtype],
+    return operation.kind == fingerprint.kind and (
+        not operation.is_message or recorded == (fingerprint.count, DTYPE_NAMES[fingerprint.dtype])
     )
 
 

@@ -12,8 +12,9 @@ operations queued in the group's thread, take the general way, by calling the fu
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -22,9 +23,9 @@ from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx import _native
-from phalanx._native import PreparedOperation
-from phalanx.backend import direct_calls
+from phalanx.backend import compiled, direct_calls
 from phalanx.backend.call_site import short_site
+from phalanx.backend.compiled import PreparedOperation
 from phalanx.backend.instrumentation import is_profiling
 from phalanx.backend.operands import DTYPE_CODES, format_tensor, warn_once
 from phalanx.backend.process_group import ProcessGroup
@@ -51,6 +52,9 @@ _OPERATIONS = {
     "send": "send",
 }
 """The operation of each function of `torch.distributed` that can be prepared."""
+_INPUTS = {"input", "input_list", "input_tensor", "input_tensor_list", "scatter_list"}
+"""The arguments of these functions that are only read, and `tensor` of those that follow."""
+_READERS = {"all_gather", "gather", "send"}
 _MODULE = "torch.distributed.distributed_c10d"
 """The module of these functions."""
 _ASYNCHRONOUS = {"send": dist.isend, "recv": dist.irecv}
@@ -99,18 +103,7 @@ def prepare(function: Callable[..., Any], *arguments: Any, **options: Any) -> Pr
         >>> for step in range(3):
         ...     average()
     """
-    call = _PlainCall(function, arguments, options)
-    obstacle = call.find_obstacle()
-    if obstacle:
-        warn_once(f"prepare {obstacle}", f"prepared operations run as plain calls: {obstacle}")
-        return _native.wrap_plain(call)
-    bound = call.bound
-    prepared = _native.prepare(
-        call, call.function, bound.args, bound.kwargs, call.tensors, call.site
-    )
-    if isinstance(prepared, PreparedOperation):
-        return prepared
-    raise call.refusal(prepared)
+    return _PlainCall(function, arguments, options).register()
 
 
 def plan(operations: Sequence[PreparedOperation]) -> PreparedOperation:
@@ -145,20 +138,7 @@ def plan(operations: Sequence[PreparedOperation]) -> PreparedOperation:
         >>> both = phalanx.plan([add, compare])
         >>> both()
     """
-    plain = _PlainPlan(operations)
-    if not plain.is_native:
-        return _native.wrap_plain(plain)
-    group = plain.group
-    plain.operation, plain.sizes = _native.make_plan(
-        plain,
-        group,
-        group._membership,
-        group.size(),
-        list(operations),
-        tuple(tensor for call in plain.calls for tensor in call.tensors),
-        plain.site,
-    )
-    return plain.operation
+    return _PlainPlan(operations, _native.call_site()).register()
 
 
 class _Plain:
@@ -166,10 +146,37 @@ class _Plain:
 
     Attributes:
         site: The number of the call site of the preparation.
+        handle: The number of the operation in compiled functions.
+        tensors: Its tensors.
+        written: The tensors that a run may write, and all that share their memory.
+        read: The other tensors.
     """
 
-    def __init__(self) -> None:
-        self.site = _native.call_site()
+    handle: int
+    tensors: tuple[torch.Tensor, ...]
+    written: list[torch.Tensor]
+    read: list[torch.Tensor]
+
+    def __init__(self, site: int) -> None:
+        self.site = site
+
+    def prepare(self) -> PreparedOperation:
+        """Prepare the operation."""
+        raise NotImplementedError
+
+    def find_written(self) -> Iterable[torch.Tensor]:
+        """Return the tensors that the operation writes on some rank."""
+        raise NotImplementedError
+
+    def register(self) -> PreparedOperation:
+        """Prepare the operation, and make it known to compiled functions."""
+        operation = self.prepare()
+        memory = set(map(_storage, self.find_written()))
+        tensors = {id(each): each for each in self.tensors}.values()
+        self.written = [each for each in tensors if _storage(each) in memory]
+        self.read = [each for each in tensors if _storage(each) not in memory]
+        self.handle = compiled.register(operation)
+        return operation
 
     def describe(self) -> str:
         """Return a text that names the operation and its call site."""
@@ -209,13 +216,12 @@ class _PlainCall(_Plain):
         function: The function, or the blocking one for `isend` and `irecv`.
         bound: All arguments by name, with the group that they mean.
         group: That group.
-        tensors: The tensors among the arguments.
     """
 
     def __init__(
         self, function: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]
     ) -> None:
-        super().__init__()
+        super().__init__(_native.call_site())
         name = getattr(function, "__name__", "")
         if name not in _OPERATIONS or getattr(function, "__module__", "") != _MODULE:
             raise UsageError(
@@ -230,6 +236,7 @@ class _PlainCall(_Plain):
         arguments, options = tree_map(lambda each: each, (list(arguments), options))
         self.bound = self._bind(arguments, options)
         self.group = self.bound.arguments["group"]
+        self._membership = getattr(self.group, "_membership", None)
         self.tensors = tuple(
             each for each in tree_leaves(self.bound.arguments) if isinstance(each, torch.Tensor)
         )
@@ -275,6 +282,19 @@ class _PlainCall(_Plain):
             return "the group has no direct calls"
         return ""
 
+    def prepare(self) -> PreparedOperation:
+        """Prepare the call for the core, or wrap it if there is an obstacle."""
+        obstacle = self.find_obstacle()
+        if obstacle:
+            warn_once(f"prepare {obstacle}", f"prepared operations run as plain calls: {obstacle}")
+            return _native.wrap_plain(self)
+        prepared = _native.prepare(
+            self, self.function, (), self.bound.arguments, self.tensors, self.site
+        )
+        if isinstance(prepared, PreparedOperation):
+            return prepared
+        raise self.refusal(prepared)
+
     def refusal(self, refused: _RefusedCall | None) -> UsageError:
         """Return, or raise, the error of a call that cannot be prepared.
 
@@ -293,10 +313,32 @@ class _PlainCall(_Plain):
 
     def run(self) -> None:
         """Call the function."""
+        self.check_ranks()
         self.function(*self.bound.args, **self.bound.kwargs)
+
+    def with_tensors(self, tensors: dict[int, torch.Tensor]) -> _PlainCall:
+        """Return the same call with other tensors, by the identity of its own."""
+
+        def replace(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return [replace(each) for each in value]
+            return tensors.get(id(value), value)
+
+        other = copy.copy(self)
+        given = {name: replace(value) for name, value in self.bound.arguments.items()}
+        other.bound = inspect.BoundArguments(self.bound.signature, given)
+        other.tensors = tuple(tensors[id(each)] for each in self.tensors)
+        other._states = [_state(each) for each in other.tensors]
+        return other
+
+    def find_written(self) -> Iterable[torch.Tensor]:
+        for name, value in self.bound.arguments.items():
+            if not (name in _INPUTS or (name == "tensor" and self._name in _READERS)):
+                yield from (each for each in tree_leaves(value) if isinstance(each, torch.Tensor))
 
     def start(self) -> Any:
         """Call the function asynchronously; return its work."""
+        self.check_ranks()
         given = self.bound.arguments
         if self._operation in _ASYNCHRONOUS:
             return _ASYNCHRONOUS[self._operation](**given)
@@ -306,6 +348,13 @@ class _PlainCall(_Plain):
     def start_progress(self) -> None:
         """Have the group's thread move a message that was started."""
         self.group._membership.message_thread.start()
+
+    def check_ranks(self) -> None:
+        """Raise if the group has other ranks than at the preparation (`phalanx.shrink`)."""
+        if getattr(self.group, "_membership", None) is not self._membership:
+            raise UsageError(
+                f"{self.describe()}: the ranks of its group have changed since: prepare again"
+            )
 
     def check(self) -> None:
         """Raise if a tensor has changed since the preparation."""
@@ -331,8 +380,8 @@ class _PlainPlan(_Plain):
     operation: PreparedOperation
     sizes: list[int]
 
-    def __init__(self, operations: Sequence[PreparedOperation]) -> None:
-        super().__init__()
+    def __init__(self, operations: Sequence[PreparedOperation], site: int) -> None:
+        super().__init__(site)
         self._operations = list(operations)
         if not self._operations:
             raise UsageError("plan: got no operations, expected at least one of prepare()")
@@ -352,6 +401,30 @@ class _PlainPlan(_Plain):
                     "operation 0: make a plan for each group"
                 )
         self.is_native = all(each.is_native for each in self._operations)
+        self.tensors = tuple(each for call in self.calls for each in call.tensors)
+
+    def prepare(self) -> PreparedOperation:
+        """Make the plan."""
+        if not self.is_native:
+            return _native.wrap_plain(self)
+        self.operation, self.sizes = _native.make_plan(
+            self,
+            self.group,
+            self.group._membership,
+            self.group.size(),
+            self._operations,
+            self.tensors,
+            self.site,
+        )
+        return self.operation
+
+    def find_written(self) -> Iterable[torch.Tensor]:
+        return (each for call in self.calls for each in call.written)
+
+    def with_tensors(self, tensors: dict[int, torch.Tensor]) -> _PlainPlan:
+        """Return the same plan with other tensors, by the identity of its own."""
+        calls = [call.with_tensors(tensors) for call in self.calls]
+        return _PlainPlan([call.prepare() for call in calls], self.site)
 
     def run(self) -> None:
         """Run the operations after those that are queued, or as plain calls."""
@@ -382,6 +455,7 @@ class _PlainPlan(_Plain):
         return started
 
     def _execute(self, is_async: bool) -> Any:
+        self.calls[0].check_ranks()
         if self.group._membership.native.closed:
             raise UsageError(f"{self.describe()}: this rank has left the process group")
         options = dist.BarrierOptions()
@@ -433,6 +507,11 @@ class _CheckingGroup:
         raise _CheckedError
 
     send = recv = run
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Return a number that tensors with the same storage share."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
 _State = tuple[int, int, list[int], tuple[int, ...], torch.dtype, torch.device, bool, bool]

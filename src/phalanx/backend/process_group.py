@@ -8,21 +8,28 @@ passes the core's call to the group's executor. The module also has the two publ
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import ErrorType
+from torch.distributed import (  # type: ignore[attr-defined]
+    PrefixStore,
+    Store,
+    distributed_c10d,
+)
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
-from phalanx import topology
+from phalanx import env
 from phalanx._native import is_misplaced, overlap
-from phalanx.backend import direct_calls, torch_patches
+from phalanx.backend import direct_calls, formation, newcomers, torch_patches
 from phalanx.backend.call_site import call_site
 from phalanx.backend.collectives import (
     NativeCall,
@@ -39,8 +46,8 @@ from phalanx.backend.collectives import (
     tensors_per_rank,
 )
 from phalanx.backend.cuda import NcclChild, delegate_cuda
-from phalanx.backend.execution import CollectiveExecutor, Pairs
-from phalanx.backend.failure import FailureFormatter, describe_missing_rank
+from phalanx.backend.execution import DONE, CollectiveExecutor, Pairs
+from phalanx.backend.failure import describe_missing_rank, find_loss
 from phalanx.backend.instrumentation import (
     EVENT_NAMES,
     OperatorCall,
@@ -62,11 +69,14 @@ from phalanx.backend.operands import (
     single_tensor,
     warn_once,
 )
-from phalanx.backend.options import options_factory, select_transport
+from phalanx.backend.options import options_factory, select_link
+from phalanx.backend.reconfiguration import Reconfiguration
 from phalanx.backend.work import CompositeWork, Tensors
-from phalanx.errors import CollectiveTimeout, UsageError
+from phalanx.errors import CollectiveTimeout, PhalanxError, UsageError
 from phalanx.observe import recorder
 from phalanx.observe.escape import encodable
+from phalanx.topology import HostLink
+from phalanx.transports.store_query import StoreLost, query_store
 
 on_create: Callable[[ProcessGroup], None] | None = None
 """A function that is called with each new group; fault injection wraps its methods there."""
@@ -85,10 +95,6 @@ _barrier = options_factory(dist.BarrierOptions)
 _PreparedCall = tuple[NativeCall, Pairs, int, object]
 """A native call, its outputs, the core's code of its operator, and an object to keep alive."""
 
-_NO_RECONFIGURE = (
-    "a group of Phalanx keeps its ranks: to continue with others, call destroy_process_group() and "
-    "init_process_group() on all of them"
-)
 _NO_WINDOW = "Phalanx has no one-sided operations: exchange tensors with isend() and irecv()"
 _NO_HOOKS = (
     "PyTorch calls these hooks for its own groups only: `phalanx watch`, `phalanx trace` and "
@@ -98,34 +104,72 @@ _NO_HOOKS = (
 
 def create(options: Any, backend_options: object = None) -> ProcessGroup:
     """Create a group; PyTorch calls this for "phalanx" with its `_DistributedBackendOptions`."""
-    transport = select_transport(
-        backend_options, dist.group.WORLD if dist.is_initialized() else None
-    )
+    link = select_link(backend_options, dist.group.WORLD if dist.is_initialized() else None)
     rank, size, name = options.group_rank, options.group_size, options.group_id
     members, store = options.global_ranks_in_group, _attempt_store(options.store)
     recorder.open_for_group(store, rank, size)
-    describe_missing = partial(_describe_missing, members)
-    store, layout, rank_records, local = topology.join(
-        store, rank, size, options.timeout, name, members, describe_missing, transport
-    )
-    native: Any = local
-    if len(layout.hosts) > 1:
-        # Groups of one host, the common case, do not need the modules of `hierarchical`.
-        from phalanx.hierarchical import form_group
-
-        native = form_group(
-            local, layout, rank_records, store, transport, options.timeout, FailureFormatter
-        )
     torch_patches.apply(ProcessGroup)
     if os.environ.get("TORCH_DIST_NAN_CHECK") == "1":
         warn_once("nan", "TORCH_DIST_NAN_CHECK has no effect: PyTorch checks its own groups only")
-    group = ProcessGroup(native, store, rank, size, name, options.timeout, members)
-    group.hosts = layout.hosts
-    group.transport = transport
-    group._nccl.required = transport == "nccl"
+    form = partial(formation.form, name=name, link=link)
+    group: ProcessGroup | None = None
+    if env.is_newcomer() and not members:
+        group = _join_as_newcomer(form, store, rank, size, name, options.timeout, link)
+    else:
+        formed = (
+            formation.unformed(store, size, members)
+            if getattr(options, "enable_reconfigure", False)
+            else form(
+                store, rank, size, options.timeout, members, partial(_describe_missing, members)
+            )
+        )
+        group = ProcessGroup(formed, rank, size, name, options.timeout, members, link, form, store)
     if on_create is not None:
         on_create(group)
     return group
+
+
+def _join_as_newcomer(
+    form: formation.Form,
+    store: Store,
+    job_rank: int,
+    full_size: int,
+    name: str,
+    timeout: timedelta,
+    link: HostLink,
+) -> ProcessGroup:
+    """Join the default group, in which this process takes the place of a lost rank.
+
+    Blocks until the other ranks call `phalanx.replace`. If they take no more newcomers, the process
+    ends with exit code 0.
+    """
+    while True:
+        newcomer = newcomers.announce(store, job_rank, link.transport)
+        plan = newcomers.wait_for_plan(store, newcomer, full_size, timeout.total_seconds())
+        rank, size = plan.job_ranks.index(job_rank), len(plan.job_ranks)
+        check = partial(newcomers.check_plan, store, plan)
+        try:
+            plan_store = PrefixStore(plan.name, store)
+            formed = form(
+                plan_store, rank, size, timeout, plan.job_ranks, check=check, reference=plan.root
+            )
+        except (CollectiveTimeout, newcomers.PlanAbandoned):
+            continue
+        except PhalanxError as error:
+            if job_rank in error.ranks:
+                raise
+            continue
+        group = ProcessGroup(formed, rank, size, name, timeout, (), link, form, store)
+        group.full_size = max(size, full_size)
+        try:
+            # See `rank_changes`: the first collective says that the group is complete.
+            values = torch.zeros(2, dtype=torch.int64)
+            group.broadcast([values], plan.root).wait()
+        except PhalanxError:
+            group.shutdown()
+            continue
+        distributed_c10d._world.group_count = int(values[1])
+        return group
 
 
 def _describe_missing(members: Sequence[int], rank: int, claimant: str) -> str:
@@ -153,6 +197,13 @@ def _unsupported_method(method: str, advice: str) -> Any:
     return refuse
 
 
+@functools.cache
+def _device_types() -> tuple[torch.device, ...]:
+    # PyTorch asks in each barrier, and with CUDA the question alone takes as long as the barrier.
+    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return tuple(map(torch.device, kinds))
+
+
 @delegate_cuda(*EVENT_NAMES.keys() - {"barrier", "monitored_barrier"})  # which have no tensors
 class ProcessGroup(dist.ProcessGroup):
     """A group of ranks that exchange tensors in shared memory, and by a transport between hosts.
@@ -169,36 +220,95 @@ class ProcessGroup(dist.ProcessGroup):
     supports_coalescing = False
     supports_time_estimate = False
     supports_shrinking = False
-    supports_reconfigure = False
+    supports_reconfigure = True
     supports_window = False
 
     def __init__(
         self,
-        native: Any,
-        store: Store,
+        formed: formation.Formed,
         rank: int,
         size: int,
         name: str,
         timeout: timedelta,
-        members: Sequence[int] = (),
+        members: Sequence[int],
+        link: HostLink,
+        form: formation.Form,
+        store: Store,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg] # the stub lacks this constructor
-        self._store = store
-        self._rank = rank
-        self._size = size
         self._name = name
         self._desc = ""
         self._backend_name = "phalanx"
-        self.hosts: tuple[tuple[int, ...], ...] = (tuple(range(size)),)
-        """The ranks of each host."""
-        self.transport = ""
+        self.link, self.transport = link, link.transport
         """The name of the transport between hosts, if there are several."""
-        self._membership = Membership(native, rank, size, name, timeout.total_seconds(), members)
+        self.form = form
+        """Forms a native group for this group."""
+        self.base_store = store
+        """The store that PyTorch gave the group."""
+        self.reconfiguration = Reconfiguration(self)
+        self.full_size = size
+        """World size of the group at its start."""
+        self.accepts_newcomers = False
+        """True if processes may wait to join the group."""
+        self._enter(formed, rank, size, timeout, members)
+
+    def _enter(
+        self,
+        formed: formation.Formed,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        members: Sequence[int],
+    ) -> None:
+        self._store = formed.store
+        self._rank = rank
+        self._size = size
+        self.hosts = formed.hosts
+        """The ranks of each host."""
+        self.places = formed.places
+        """The place of each rank in its machine (`topology.places`)."""
+        self.job_ranks = formed.job_ranks
+        """The rank in the job, as at its start, by rank in the group."""
+        seconds = timeout.total_seconds()
+        self._membership = Membership(formed.native, rank, size, self._name, seconds, members)
         self._executor = CollectiveExecutor(self._membership)
         self._messages = Messages(self._membership, size)
-        self._nccl = NcclChild(store, rank, size, timeout)
+        self._nccl = NcclChild(formed.store, rank, size, timeout, has_gone=self._has_gone)
+        self._nccl.required = self.transport == "nccl"
+
+    def _has_gone(self, rank: int) -> bool:
+        return bool(self._membership.native.has_gone(rank))
+
+    def change_ranks(self, formed: formation.Formed, rank: int, members: Sequence[int]) -> None:
+        """Leave the native group, and continue in another one, with other ranks.
+
+        Args:
+            formed: The other native group.
+            rank: This rank in it.
+            members: Its ranks, as numbers in the default group.
+        """
+        timeout = timedelta(seconds=self._membership.timeout)
+        self.shutdown()
+        self._enter(formed, rank, len(members), timeout, members)
+
+    def renumber_members(self, numbers: Mapping[int, int]) -> None:
+        """Take over new numbers of the default group's ranks, by the old ones; -1 for lost ones."""
+        membership = self._membership
+        membership.members = tuple(numbers.get(each, -1) for each in membership.members)
 
     # Properties of the group.
+
+    def rank(self) -> int:
+        """Return this rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the world size of the group."""
+        return self._size
+
+    # Called by PyTorch's C++.
+    getRank = rank  # noqa: N815
+    getSize = size  # noqa: N815
 
     def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
         # Only PyTorch's C++ calls this. Given the name "gloo", it would use the Gloo backend.
@@ -229,8 +339,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-        return [torch.device(kind) for kind in kinds]
+        return list(_device_types())
 
     def _get_backend(self, device: torch.device) -> Any:  # noqa: ARG002 - PyTorch's signature
         return self
@@ -248,17 +357,42 @@ class ProcessGroup(dist.ProcessGroup):
 
     # Methods of PyTorch 2.14 that Phalanx does not support.
 
-    get_reconfigure_handle = _unsupported_method("get_reconfigure_handle", _NO_RECONFIGURE)
-    reconfigure = _unsupported_method("reconfigure", _NO_RECONFIGURE)
     new_window = _unsupported_method("new_window", _NO_WINDOW)
     register_abort_hook = _unsupported_method("register_abort_hook", _NO_HOOKS)
     register_pre_hook = _unsupported_method("register_pre_hook", _NO_HOOKS)
     register_post_hook = _unsupported_method("register_post_hook", _NO_HOOKS)
 
+    # Other ranks, by the methods of PyTorch 2.14.
+
+    def get_reconfigure_handle(self) -> str:
+        """Return the text by which this process is named in `reconfigure`."""
+        return self.reconfiguration.handle
+
+    def reconfigure(self, opts: Any) -> dist.Work:
+        """Continue with the ranks of `opts.handles`; blocks until all of them have called it.
+
+        See `reconfiguration.Reconfiguration.run`.
+        """
+        self.reconfiguration.run(opts)
+        return DONE
+
+    def get_error(self) -> Any:
+        """Return the kind of failure that broke the group, as PyTorch's `ErrorType`."""
+        native = self._membership.native
+        status = None if native.closed else native.failure()
+        if status is None:
+            return ErrorType.SUCCESS
+        return ErrorType.TIMEOUT if status.code == "timeout" else ErrorType.COMM_ERROR
+
     # Timeouts, and leaving the group.
 
     def _wait_for_pending_works(self) -> None:
         self._membership.collective_thread.drain()
+
+    @property
+    def timeout(self) -> timedelta:
+        """The time that an operation may wait for its peers."""
+        return timedelta(seconds=self._membership.timeout)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time that an operation may wait for its peers, from the next operation on."""
@@ -271,6 +405,8 @@ class ProcessGroup(dist.ProcessGroup):
         """
         membership = self._membership
         if not membership.native.closed:
+            if self.accepts_newcomers and membership.native.failure() is None:
+                newcomers.close(self.base_store)
             membership.stop_threads()
             self._nccl.shutdown()
             membership.leave()
@@ -294,6 +430,32 @@ class ProcessGroup(dist.ProcessGroup):
             fail_all_groups(error)
             self._nccl.abort()
             self.shutdown()
+
+    # Losses and newcomers.
+
+    def find_loss(self, error: BaseException) -> PhalanxError | None:
+        """Return the loss of a rank that an exception reports; None if it reports something else.
+
+        PyTorch's C++ code, such as DistributedDataParallel's, makes a RuntimeError of the error.
+        """
+        return find_loss(error, self._membership.native.failure(), self._name)
+
+    def accept_newcomers(self) -> None:
+        """Declare that the ranks of this group, the default one, call `replace` after each loss.
+
+        Processes that wait to join then end when the ranks leave the group.
+        """
+        if not self.accepts_newcomers:
+            self.accepts_newcomers = True
+            with contextlib.suppress(StoreLost):  # then none can come
+                query_store(lambda: newcomers.register_rank(self.base_store, self.transport))
+
+    def has_newcomers(self) -> bool:
+        """Return whether processes wait to join this group, the default one, which lacks ranks."""
+        if self._size >= self.full_size:
+            return False
+        with newcomers.Newcomers(self.base_store) as waiting:
+            return bool(waiting.find(self.job_ranks))
 
     # Messages.
 
@@ -357,6 +519,7 @@ class ProcessGroup(dist.ProcessGroup):
         flat = prepare_output(tensor, "all_reduce")
         if reduction.premultiplies:
             flat = premultiply(flat, op)
+        self._keep_residual(flat)
         call = partial(
             native.all_reduce, flat.data_ptr(), flat.numel(), reduction.dtype, reduction.op
         )
@@ -495,6 +658,8 @@ class ProcessGroup(dist.ProcessGroup):
         sources = [prepare_input(item, name) for item in inputs]
         if reduction.premultiplies:
             sources = [premultiply(source, opts.reduceOp) for source in sources]
+        for source in sources:
+            self._keep_residual(source)
         native, code, op = self._membership.native, reduction.dtype, reduction.op
         count = flat.numel()
         if [source.numel() for source in sources] == [count] * self._size:
@@ -777,6 +942,7 @@ class ProcessGroup(dist.ProcessGroup):
         flat = prepare_output(tensor, name)
         if reduction.premultiplies:
             flat = premultiply(flat, op)
+        self._keep_residual(flat)
         operands = flat.data_ptr(), flat.numel(), reduction.dtype, reduction.op
         call: NativeCall = partial(self._membership.native.all_reduce, *operands)
         if reduction.divides:
@@ -813,11 +979,18 @@ class ProcessGroup(dist.ProcessGroup):
         target = prepare_output(output, name)
         if self._is_misplaced(target.data_ptr(), flat.data_ptr(), target.nbytes):
             target = torch.empty_like(target)
+        self._keep_residual(flat)
         operands = flat.data_ptr(), target.data_ptr(), count, reduction.dtype, reduction.op
         call: NativeCall = partial(self._membership.native.reduce_scatter_single, *operands)
         if reduction.divides:
             call = divide_after(call, target, self._size)
         return call, [(output, target)], reduction.op, flat
+
+    def _keep_residual(self, flat: torch.Tensor) -> None:
+        """Feed back what the compression between hosts, if there is one, loses of a tensor."""
+        compression = getattr(self._membership.native, "compression", None)
+        if compression is not None:
+            compression.keep_residual(flat)
 
     def _is_misplaced(self, part: int, whole: int, size: int) -> bool:
         """Return whether a part overlaps the whole without being exactly this rank's part of it.

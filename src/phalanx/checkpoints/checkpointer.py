@@ -128,7 +128,8 @@ class Checkpointer:
         _check_integer("keep", keep, 1)
         self._group = group
         self._rank_group = RankGroup(group)
-        self._sharded = sharded
+        self.sharded = sharded
+        """True if every rank writes a share of the bytes."""
         self._directory = CheckpointDirectory(Path(directory).absolute(), keep)
         self._prepare()
 
@@ -171,7 +172,7 @@ class Checkpointer:
             >>> checkpoints.save(1200, {"model": model.state_dict()}).name
             '000001-step-1200'
         """
-        return _save(self._current_ranks(), self._directory, step, state, self._sharded)
+        return _save(self._current_ranks(), self._directory, step, state, self.sharded)
 
     def load(
         self,
@@ -230,7 +231,7 @@ class Checkpointer:
     def _prepare(self) -> None:
         ranks, directory = self._rank_group, self._directory
         ranks.run_on_first(directory.prepare)
-        if not self._sharded or ranks.size == 1:
+        if not self.sharded or ranks.size == 1:
             return
         probe = directory.path / ranks.run_on_first(directory.write_probe)
         try:

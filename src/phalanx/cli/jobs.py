@@ -138,7 +138,7 @@ def _build_table(jobs: list[JobSummary]) -> Table:
             job.name,
             Text(job.state, style=_COLORS[job.state]),
             _format_time(job.started),
-            str(job.world_size or "-"),
+            f"{job.world_size or '-'}{f' ({job.replaced} replaced)' if job.replaced else ''}",
             Text(escape(shlex.join(job.command)) or "-"),
         )
     return table

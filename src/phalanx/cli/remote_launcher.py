@@ -155,8 +155,8 @@ def _run(start: dict[str, Any], finished: threading.Event) -> dict[str, Any]:
     load_torch_quietly()
     from phalanx import key as keys
     from phalanx.errors import PhalanxError, UsageError
-    from phalanx.launcher.elastic_agent import run
     from phalanx.launcher.options import parse_arguments
+    from phalanx.launcher.run import run
 
     key = keys.to_sealed_memory(bytes.fromhex(start["key"]))
     os.lseek(key, 0, os.SEEK_SET)

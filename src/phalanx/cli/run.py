@@ -33,6 +33,8 @@ _HELP = "\n\n".join(
         "  a module\n"
         "[bold]phalanx run --replace gloo script.py[/]\n"
         '  a script that calls init_process_group("gloo"), on Phalanx\n'
+        "[bold]phalanx run --nproc-per-node 4 --elastic --spares 1 train.py[/]\n"
+        "  four ranks; one that is lost is replaced, and the others continue\n"
         "[bold]phalanx run --hosts node-a:2,node-b:2 train.py[/]\n"
         "  two ranks on each of two hosts, started from here over ssh\n"
         "[bold]phalanx run --nnodes 2 --node-rank 0 --master-addr node-a train.py[/]\n"
@@ -73,9 +75,10 @@ def command(
     nproc_per_node: Annotated[
         str | None,
         typer.Option(
-            metavar="N|auto|gpu|cpu",
+            metavar="N|auto|gpu|cpu|MIN:MAX",
             help="Ranks on this host. auto, the default, is one per GPU or, without a GPU, one per "
-            "core that this process may use (affinity mask, CPU quota of the container).",
+            "core that this process may use (affinity mask, CPU quota of the container). With "
+            "--elastic, the job starts with MAX ranks and continues with MIN.",
         ),
     ] = None,
     module: Annotated[
@@ -193,7 +196,35 @@ def command(
         str | None,
         typer.Option(
             metavar="N",
-            help="Restart all ranks after a failure, up to N times; 0 by default.",
+            help="Restart all ranks after a failure, up to N times; 0 by default. With --elastic, "
+            "the number of ranks to replace; 10 by default.",
+            rich_help_panel=_FAILURE,
+        ),
+    ] = None,
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic",
+            help="Start a new process in the place of a lost rank, while the other ranks keep "
+            "their state. The script must let it join: see phalanx.train.Elastic.",
+            rich_help_panel=_FAILURE,
+        ),
+    ] = False,
+    spares: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Keep N processes with their imports made to replace lost ranks sooner; 0 by "
+            "default.",
+            rich_help_panel=_FAILURE,
+        ),
+    ] = None,
+    rejoin: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="With --elastic on several hosts: if this host loses host 0, or the connection "
+            "to it, stop its ranks, and try for SECONDS to join again; 0 by default.",
             rich_help_panel=_FAILURE,
         ),
     ] = None,
@@ -232,8 +263,8 @@ def command(
 ) -> None:
     """Run a Python script on several ranks; the arguments are in `context`."""
     load_torch_quietly()
-    from phalanx.launcher.elastic_agent import run
     from phalanx.launcher.options import HelpRequested, parse_arguments
+    from phalanx.launcher.run import run
 
     try:
         args = parse_arguments(context.args)

@@ -21,6 +21,7 @@ from phalanx.embedding.batch import (
     prepare_weights,
     sum_gradients,
 )
+from phalanx.embedding.replicated_server import ReplicatedServer
 from phalanx.embedding.server import EmbeddingServer
 from phalanx.embedding.sharded_table import (
     CollectiveUpdate,
@@ -76,7 +77,7 @@ class ShardedEmbeddingBag(nn.Module):
         self,
         num_embeddings: int,
         embedding_dim: int,
-        servers: Sequence[EmbeddingServer | ServerReference],
+        servers: Sequence[EmbeddingServer | ServerReference | ReplicatedServer],
         *,
         mode: str = "mean",
         sharding: str = "range",
@@ -255,6 +256,17 @@ class ShardedEmbeddingBag(nn.Module):
         updates, self._updates = self._updates, []
         for update in updates:
             update.wait()
+
+    def leave(self) -> None:
+        """Be no trainer any more; the others go on without this one.
+
+        Raises:
+            UsageError: The number of trainers is fixed.
+            PeerLost: A server has exited.
+        """
+        self.wait()
+        for server in self.table.servers:
+            start_call(server, "remove_trainer", self.trainer).wait()
 
     def extra_repr(self) -> str:
         """Return the text that `repr` shows in parentheses."""

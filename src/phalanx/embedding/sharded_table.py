@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import os
+import secrets
 import select
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from phalanx.embedding.batch import (
     index_error,
     prepare_indices,
 )
+from phalanx.embedding.replicated_server import ReplicatedServer
 from phalanx.embedding.server import EmbeddingServer, TableSpec
 from phalanx.embedding.sharding import Sharding
 from phalanx.embedding.table import EmbeddingTable, TableHandle
@@ -70,7 +73,7 @@ class _CompletedFuture:
 
 
 def start_call(
-    server: EmbeddingServer | ServerReference,
+    server: EmbeddingServer | ServerReference | ReplicatedServer,
     method: str,
     *arguments: object,
     timeout: float | None = None,
@@ -86,6 +89,8 @@ def start_call(
     if isinstance(server, EmbeddingServer):
         value = getattr(server, method)(*arguments)
         return value if isinstance(value, torch.futures.Future) else _CompletedFuture(value)
+    if isinstance(server, ReplicatedServer):
+        return server.start_call(method, *arguments, timeout=timeout)
     make_proxy = server.begin if isinstance(server, RRef) else server.rpc_async
     proxy = make_proxy() if timeout is None else make_proxy(timeout)
     future: Future = getattr(proxy, method)(*arguments)
@@ -162,7 +167,7 @@ class ShardedTable:
     def __init__(
         self,
         sharding: Sharding,
-        servers: Sequence[EmbeddingServer | ServerReference],
+        servers: Sequence[EmbeddingServer | ServerReference | ReplicatedServer],
         use_shared_memory: bool = True,
     ) -> None:
         if len(servers) != sharding.servers:
@@ -179,10 +184,17 @@ class ShardedTable:
                 raise UsageError(
                     f"table {self.name!r}: server {number} has {spec}, expected {expected}"
                 )
-        self.local_tables = [
-            self._open_local_table(server, use_shared_memory) for server in servers
-        ]
+        self._use_shared_memory = use_shared_memory
+        self._tokens = itertools.count(secrets.randbits(62) + 1)
+        self.local_tables = [self._open_local_table(server) for server in servers]
         """For each server, the table in memory; None: its rows are fetched by calls."""
+        self._opened = [self._current(number) for number in range(len(servers))]
+        """The servers to which these tables belong."""
+
+    @property
+    def is_replicated(self) -> bool:
+        """True if each part is on two servers."""
+        return any(isinstance(server, ReplicatedServer) for server in self.servers)
 
     @property
     def is_local(self) -> list[bool]:
@@ -192,14 +204,27 @@ class ShardedTable:
     @property
     def only_local_table(self) -> EmbeddingTable | None:
         """The table in memory if it has all rows, that is, if there is one server; else None."""
-        return self.local_tables[0] if len(self.local_tables) == 1 else None
+        is_only = len(self.local_tables) == 1 and not self.is_replicated
+        return self.local_tables[0] if is_only else None
+
+    def _current(self, number: int) -> object:
+        server = self.servers[number]
+        return server.current if isinstance(server, ReplicatedServer) else server
+
+    def _refresh(self, number: int) -> None:
+        """Open the table of the server that has taken the place of the former one."""
+        if (current := self._current(number)) is not self._opened[number]:
+            self._opened[number] = current
+            self.local_tables[number] = self._open_local_table(self.servers[number])
 
     def _open_local_table(
-        self, server: EmbeddingServer | ServerReference, use_shared_memory: bool
+        self, server: EmbeddingServer | ServerReference | ReplicatedServer
     ) -> EmbeddingTable | None:
         if isinstance(server, EmbeddingServer):
             return server.table
-        if not use_shared_memory or (isinstance(server, RRef) and not server.is_on_this_host()):
+        current = server.current if isinstance(server, ReplicatedServer) else server
+        is_remote = isinstance(current, RRef) and not current.is_on_this_host()
+        if not self._use_shared_memory or is_remote:
             return None
         handle = start_call(server, "handle").wait()
         try:
@@ -243,6 +268,8 @@ class ShardedTable:
         Returns:
             A function that waits for the rows and returns them, in the plan's order.
         """
+        for number in range(len(self.servers)):
+            self._refresh(number)
         calls = [
             start_call(server, "lookup", local) if local_table is None and len(local) else None
             for server, local_table, local in zip(
@@ -250,15 +277,11 @@ class ShardedTable:
             )
         ]
         rows = torch.empty(plan.count, self.width, dtype=self.dtype)
-        for local_table, position, local in zip(
-            self.local_tables, plan.positions, plan.local_indices, strict=True
+        for number, (position, local) in enumerate(
+            zip(plan.positions, plan.local_indices, strict=True)
         ):
-            if local_table is None or len(local) == 0:
-                continue
-            if isinstance(position, slice):
-                local_table.gather(local, out=rows[position])
-            else:
-                rows[position] = local_table.gather(local)
+            if calls[number] is None and len(local):
+                calls[number] = self._gather(number, local, rows, position)
 
         def wait() -> Tensor:
             for call, position in zip(calls, plan.positions, strict=True):
@@ -268,11 +291,33 @@ class ShardedTable:
 
         return wait
 
+    def _gather(
+        self, number: int, local: Tensor, rows: Tensor, position: Tensor | slice
+    ) -> Future | None:
+        """Read rows of a server from memory; return a call for them if the server was replaced."""
+        server, table = self.servers[number], self.local_tables[number]
+        assert table is not None  # the caller has checked
+        try:
+            if isinstance(position, slice):
+                table.gather(local, out=rows[position])
+            else:
+                rows[position] = table.gather(local)
+        except PeerLost:
+            if not isinstance(server, ReplicatedServer):
+                raise
+            server.replace(server.current)
+            self._refresh(number)
+            return start_call(server, "lookup", local)
+        return None
+
     def update(self, plan: LookupPlan, gradients: Tensor, trainer: int) -> list[Future]:
         """Start a step of a trainer on all servers, even those without a row in the plan."""
         timeout = self.spec.timeout + _GRACE_SECONDS
+        token = next(self._tokens)
         return [
-            start_call(server, "begin_update", local, gradients[position], trainer, timeout=timeout)
+            start_call(
+                server, "begin_update", local, gradients[position], trainer, token, timeout=timeout
+            )
             for server, position, local in zip(
                 self.servers, plan.positions, plan.local_indices, strict=True
             )
@@ -334,7 +379,8 @@ class CollectiveUpdate:
                 f"table {table.name!r}: trainer={trainer} of {spec.trainers} given with a group in "
                 f"which this process is rank {rank} of {size}: they must match"
             )
-        is_usable = torch.tensor([int(all(table.is_local) and spec.staleness is None)])
+        may_write = all(table.is_local) and spec.staleness is None and not table.is_replicated
+        is_usable = torch.tensor([int(may_write)])
         dist.all_reduce(is_usable, dist.ReduceOp.MIN, group)
         return cls(group, table) if is_usable.item() else None
 

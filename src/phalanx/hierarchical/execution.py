@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 
 from phalanx import _native
+from phalanx.hierarchical.encoding import Compression
+from phalanx.hierarchical.links import Links
 from phalanx.topology import Layout
 from phalanx.transports import Transfer, Transport, TransportError
 
@@ -27,7 +29,8 @@ Tag 0 is for the headers exchanged before a collective and for transfers that ar
 """
 LIVENESS_TAG = _CHUNK_TAGS + 1
 ENVELOPES_TAG = _CHUNK_TAGS + 2
-_FIRST_DATA_TAG = _CHUNK_TAGS + 3
+MEASUREMENT_TAG = _CHUNK_TAGS + 3
+_FIRST_DATA_TAG = _CHUNK_TAGS + 4
 _DATA_TAGS = 2**20
 CHECK_INTERVAL = 0.02
 """Seconds between two checks whether the group is broken, during a wait."""
@@ -35,7 +38,7 @@ _DRAIN_SECONDS = 5.0
 """Seconds that an aborted transport has to end its pending transfers."""
 CHUNK_BYTES = 4 * 2**20
 """The bytes of one chunk of an operation, all ranks of a host together."""
-_CHUNKS_IN_FLIGHT = 4
+CHUNKS_IN_FLIGHT = 4
 """The number of chunks in flight, so that the network never waits for memory."""
 _SMALL_BYTES = 64 * 1024
 LEADER = 0
@@ -89,10 +92,24 @@ class DeadlineExceeded(Exception):  # noqa: N818
 
 
 class PostedTransfer(NamedTuple):
-    """A posted transfer with its destination or source rank."""
+    """A posted transfer.
+
+    Attributes:
+        transfer: The transfer.
+        peer: Its destination or source rank.
+        sent: The bytes that this rank sends by it.
+        received: The bytes that this rank receives by it.
+        begun_at: The time in nanoseconds of the monotonic clock.
+        memory: An object that keeps its memory alive, if any: the transfer may outlast an operation
+            that fails.
+    """
 
     transfer: Transfer
     peer: int
+    sent: int = 0
+    received: int = 0
+    begun_at: int = 0
+    memory: object = None
 
 
 Steps = Generator[list[PostedTransfer], None, None]
@@ -107,7 +124,7 @@ class Scratch(int):
     @classmethod
     def allocate(cls, size: int) -> Scratch:
         """Allocate `size` bytes, uninitialized."""
-        memory = torch.empty(max(1, size), dtype=torch.uint8)
+        memory = torch.empty(max(1, size), dtype=torch.uint8, device="cpu")
         address = cls(memory.data_ptr())
         address._memory = memory
         return address
@@ -158,6 +175,8 @@ class Operation:
         deadline: The deadline, in seconds on the monotonic clock.
         create_failure_check: Returns, for one wait, the function that checks for failures reported
             by other ranks; see `FailurePropagator.create_failure_check`.
+        links: The links between the hosts, which count the bytes.
+        compression: The compression of what crosses between hosts, if any.
     """
 
     def __init__(
@@ -168,13 +187,17 @@ class Operation:
         transport: Transport,
         deadline: float,
         create_failure_check: Callable[[], Callable[[], None]],
+        links: Links,
+        compression: Compression | None = None,
     ) -> None:
+        self.compression = compression
         self.layout = layout
         self.elements = elements
         self._native = native
         self._transport = transport
         self._deadline = deadline
         self._create_failure_check = create_failure_check
+        self._links = links
         self._pending: dict[int, PostedTransfer] = {}
 
     def run_local(self, name: str, *arguments: object, extra: float = 0.0) -> None:
@@ -195,32 +218,45 @@ class Operation:
 
     def post_send(self, address: int, size: int, peer: int, tag: int = 0) -> list[PostedTransfer]:
         """Post a send of memory to a rank; post nothing if the size is 0."""
-        return [self.send(bytes_at(address, size), peer, tag)] if size else []
+        return [self.send(bytes_at(address, size), peer, tag, address)] if size else []
 
     def post_recv(self, address: int, size: int, peer: int, tag: int = 0) -> list[PostedTransfer]:
         """Post a receive into memory from a rank; post nothing if the size is 0."""
-        return [self.recv(bytes_at(address, size), peer, tag)] if size else []
+        return [self.recv(bytes_at(address, size), peer, tag, address)] if size else []
 
-    def send(self, data: memoryview, peer: int, tag: int = 0) -> PostedTransfer:
+    def send(
+        self, data: memoryview, peer: int, tag: int = 0, memory: object = None
+    ) -> PostedTransfer:
         """Post a send of at least one byte to a rank of the group."""
-        return self._post(self._transport.send, data, peer, tag)
+        begun_at = time.monotonic_ns()
+        transfer = self._post(self._transport.send, data, peer, tag)
+        return self._track(PostedTransfer(transfer, peer, len(data), 0, begun_at, memory))
 
-    def recv(self, data: memoryview, peer: int, tag: int = 0) -> PostedTransfer:
+    def recv(
+        self, data: memoryview, peer: int, tag: int = 0, memory: object = None
+    ) -> PostedTransfer:
         """Post a receive of at least one byte from a rank of the group."""
-        return self._post(self._transport.recv, data, peer, tag)
+        begun_at = time.monotonic_ns()
+        transfer = self._post(self._transport.recv, data, peer, tag)
+        return self._track(PostedTransfer(transfer, peer, 0, len(data), begun_at, memory))
 
     def wait(self, *transfers: PostedTransfer) -> None:
         """Block until all given transfers have ended."""
-        for transfer, peer in transfers:
-            self._wait(transfer, peer)
-            self._pending.pop(id(transfer), None)
+        for posted in transfers:
+            self._wait(posted.transfer, posted.peer)
+            if self._pending.pop(id(posted.transfer), None) is not None:
+                self._links.count(posted.peer, posted.sent, posted.received, posted.begun_at)
+
+    def record_progress(self, done: int, total: int) -> None:
+        """Record how many of the parts of the operation are done."""
+        self._native.set_composite_progress(100 * done // total)
 
     def drain(self) -> None:
         """Wait until no pending transfer uses memory that the operation no longer owns.
 
         Blocks until the transport has ended all pending transfers, for some seconds at most.
         """
-        drain(transfer for transfer, _ in self._pending.values())
+        drain(posted.transfer for posted in self._pending.values())
         self._pending.clear()
 
     def _post(
@@ -229,11 +265,13 @@ class Operation:
         data: memoryview,
         peer: int,
         tag: int,
-    ) -> PostedTransfer:
+    ) -> Transfer:
         try:
-            posted = PostedTransfer(start(data, peer, tag), peer)
+            return start(data, peer, tag)
         except TransportError as error:
             raise ConnectionLost(peer, error) from None
+
+    def _track(self, posted: PostedTransfer) -> PostedTransfer:
         self._pending[id(posted.transfer)] = posted
         return posted
 
@@ -322,11 +360,13 @@ def run_chunks(
         multiple: The number of which the count of all chunks but the last is a multiple.
     """
     max_count = CHUNK_BYTES // operation.elements.bytes // parts
-    chunks = _split(count, max(1, max_count - max_count % multiple), operation.elements.bytes)
+    per_chunk = max(1, max_count - max_count % multiple)
+    chunks = _split(count, per_chunk, operation.elements.bytes)
+    done, total = 0, -(-count // per_chunk)
     source = (steps(operation, chunk, *arguments) for chunk in chunks)
     active: deque[tuple[Steps, list[PostedTransfer]]] = deque()
     while True:
-        if len(active) < _CHUNKS_IN_FLIGHT and (new := next(source, None)) is not None:
+        while len(active) < CHUNKS_IN_FLIGHT and (new := next(source, None)) is not None:
             active.append((new, []))
         if not active:
             return
@@ -336,6 +376,9 @@ def run_chunks(
             next_transfers = next(step, None)
             if next_transfers is not None:
                 active.append((step, next_transfers))
+            elif total > 1:
+                done += 1
+                operation.record_progress(done, total)
 
 
 def _split(count: int, max_count: int, element_size: int) -> Iterator[Chunk]:

@@ -19,24 +19,26 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from torch.distributed import DistError, Store  # type: ignore[attr-defined] # exported at run time
+from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
 from phalanx import _native
 from phalanx.hierarchical.execution import LIVENESS_TAG, ConnectionLost
 from phalanx.hierarchical.fingerprint import Fingerprint, Header
 from phalanx.topology import Layout, RankRecord
 from phalanx.transports import Transfer, Transport, TransportError
-from phalanx.transports.shutdown_hooks import delay_shutdown
+from phalanx.transports.store_query import TIMEOUT, StoreLost, query_store
 
 _FAILURE_KEY = "phalanx/broken"
-_QUERY_TIMEOUT = 1.0
-"""Seconds that the store has to answer a request."""
 _RETRY_PAUSE = 5.0
 """Seconds without requests after an unanswered one: the link to the store may be severed."""
 _REPORT_GRACE = 0.25
-"""Seconds to wait for the reason of a closed connection, which another rank may report."""
+"""Seconds to wait for the reason of a closed connection, which another rank may report.
+
+On the host of a dead rank, others know more about its end.
+"""
 _POLL_INTERVAL = 0.005
 EXITED = "*"
 """The value in place of the call site at which a rank left, if its process has exited."""
@@ -79,12 +81,20 @@ class SharedGroupState:
             self._failure = _parse(stored) or failure
         return self._failure
 
-    def find_failure(self, grace_seconds: float = _REPORT_GRACE) -> GroupFailure | None:
-        """Return the failure of the group, or None; wait up to `grace_seconds` for a report."""
+    def find_failure(
+        self, grace_seconds: float = _REPORT_GRACE, is_final: Callable[[], bool] = lambda: False
+    ) -> GroupFailure | None:
+        """Return the failure of the group, or None.
+
+        Args:
+            grace_seconds: The longest time to wait for a report.
+            is_final: Returns whether no report can come any more, so that the wait ends.
+        """
         end = time.monotonic() + grace_seconds
         while self._failure is None:
+            is_last = time.monotonic() >= end or is_final()
             self._failure = _parse(self._read(_FAILURE_KEY))
-            if self._failure is not None or time.monotonic() >= end:
+            if self._failure is not None or is_last:
                 break
             time.sleep(_POLL_INTERVAL)
         return self._failure
@@ -107,6 +117,15 @@ class SharedGroupState:
             return None
         return answer.decode().removeprefix("-")
 
+    def record_end(self, rank: int) -> None:
+        """Record that a rank leaves the group after its failure, so it agrees on no other group."""
+        self._query(lambda: self._store.set(_end_key(rank), "-"))
+
+    def has_left(self, rank: int) -> bool:
+        """Return whether a rank has left the group, before or after a failure."""
+        keys = _leave_key(rank), _end_key(rank)
+        return any(self._query(partial(self._store.check, [key])) for key in keys)
+
     def _read(self, key: str) -> bytes | None:
         """Return the value of a key; None if there is none, empty if the store loses it."""
         if not self._query(lambda: self._store.check([key])):
@@ -114,29 +133,24 @@ class SharedGroupState:
         return self._query(lambda: self._store.get(key)) or b""
 
     def _query(self, request: Callable[[], Any]) -> Any:
-        """Return the store's answer; None if it does not answer in time."""
+        """Return the store's answer; None if the store is gone or does not answer in time."""
         if time.monotonic() < self._retry_at:
             return None
-        answer: list[Any] = []
-
-        def run() -> None:
-            with delay_shutdown():
-                try:
-                    answer.append(request())
-                except (DistError, RuntimeError):  # the store is gone
-                    answer.append(None)
-
-        thread = threading.Thread(target=run, name="phalanx-store-query", daemon=True)
-        thread.start()
-        thread.join(_QUERY_TIMEOUT)
-        if not answer:
-            self._retry_at = time.monotonic() + _RETRY_PAUSE
+        begin = time.monotonic()
+        try:
+            return query_store(request)
+        except StoreLost:
+            if time.monotonic() - begin >= TIMEOUT:
+                self._retry_at = time.monotonic() + _RETRY_PAUSE
             return None
-        return answer[0]
 
 
 def _leave_key(rank: int) -> str:
     return f"phalanx/left/{rank}"
+
+
+def _end_key(rank: int) -> str:
+    return f"phalanx/ended/{rank}"
 
 
 def _parse(text: bytes | None) -> GroupFailure | None:
@@ -189,6 +203,7 @@ class FailurePropagator:
         shared_state: The state of the group that the ranks share through the store.
         transport: The transport that carries bytes between hosts.
         formatter: The texts of failures and operations.
+        has_ended: Returns whether a rank of another host is known to have ended.
     """
 
     def __init__(
@@ -199,6 +214,7 @@ class FailurePropagator:
         shared_state: SharedGroupState,
         transport: Transport,
         formatter: Formatter,
+        has_ended: Callable[[int], bool],
     ) -> None:
         self._native = native
         self._layout = layout
@@ -206,6 +222,7 @@ class FailurePropagator:
         self._shared_state = shared_state
         self._formatter = formatter
         self._transport = transport
+        self._has_ended = has_ended
         self._lock = threading.Lock()
         self._leave_sites: dict[int, str] = {}
         self.is_closing = False
@@ -281,7 +298,9 @@ class FailurePropagator:
             if site is not None:
                 self._leave_sites[peer] = site
                 return True
-        reported = self.failure or self._shared_state.find_failure()
+        reported = self.failure or self._shared_state.find_failure(
+            is_final=lambda: self._has_host_ended(peer)
+        )
         if reported is None:
             message = (
                 f"{self.format_rank(peer)} has died, or its host has: its connection was closed "
@@ -292,6 +311,11 @@ class FailurePropagator:
             )
         self._break_group(reported)
         return False
+
+    def _has_host_ended(self, peer: int) -> bool:
+        """Return whether all ranks on the host of `peer` are known to have ended."""
+        ranks = self._layout.hosts[self._layout.host_of(peer)] if peer >= 0 else ()
+        return bool(ranks) and all(map(self._has_ended, ranks))
 
     def report_timeout(self, peer: int, operation: str, timeout: float) -> GroupFailure:
         """Report the timeout of an operation in which this rank waited for another host.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -16,6 +16,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined] #
 from phalanx import _native
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.hierarchical import data_movement, reductions
+from phalanx.hierarchical.bandwidth import measure_slowest
+from phalanx.hierarchical.encoding import Compression, choose_encoding
 from phalanx.hierarchical.execution import (
     ELEMENT_SIZES,
     LEADER,
@@ -36,17 +38,23 @@ from phalanx.hierarchical.failure import (
     watch_counterparts,
 )
 from phalanx.hierarchical.fingerprint import Fingerprint, Header, current_site
+from phalanx.hierarchical.links import Links
 from phalanx.hierarchical.messages import PointToPointGroup
 from phalanx.observe.escape import escape
 from phalanx.observe.exception_hook import SESSION_ENDED
 from phalanx.system.polling import attempts
-from phalanx.topology import Layout, RankRecord, own_address
+from phalanx.topology import HostLink, Layout, RankRecord, StoreBoard, own_address
+from phalanx.topology.layout import AUTO
+from phalanx.topology.store_rendezvous import get_values
 from phalanx.transports import Transport, TransportError, open_transport
+from phalanx.transports.liveness import LivenessProbes, process_endpoint
 
 _MAX_EXCEPTION_CHARACTERS = 640
 _LEADER_GRACE = 1.0
 """Extra seconds that the ranks of a host give their leader to report the rank it waits for."""
 _COUNT_KEY, _OPEN_KEY = "phalanx/transports", "phalanx/open"
+_ENDPOINT_KEY = "phalanx/endpoint/{}"
+"""Key with the endpoint of a rank's process, for `LivenessProbes`."""
 _UINT8 = _native.DTYPES["uint8"]
 
 
@@ -81,8 +89,10 @@ class HierarchicalGroup(PointToPointGroup):
         layout: The ranks of the group by host.
         records: The host and process of each rank of the group.
         store: The group's store.
+        endpoints: The endpoint of each rank's process, for `LivenessProbes`.
         transport: This rank's end of the transport that carries bytes between hosts.
         make_formatter: Returns the texts of failures and operations for this group.
+        compress: The encoding of large reductions between hosts; empty if there is none.
     """
 
     def __init__(
@@ -91,19 +101,28 @@ class HierarchicalGroup(PointToPointGroup):
         layout: Layout,
         records: list[RankRecord],
         store: Store,
+        endpoints: Sequence[str],
         transport: Transport,
         make_formatter: Callable[[HierarchicalGroup], Formatter],
+        compress: str = "",
     ) -> None:
         formatter = make_formatter(self)
         native.set_global_ranks(layout.ranks, records[0].nonce)
         shared_state = SharedGroupState(store)
-        propagator = FailurePropagator(native, layout, records, shared_state, transport, formatter)
-        super().__init__(native, layout, propagator, transport)
+        propagator = FailurePropagator(
+            native, layout, records, shared_state, transport, formatter, self.has_ended
+        )
+        hosts = ["" if rank in layout.ranks else records[rank].host for rank in range(layout.size)]
+        super().__init__(native, layout, propagator, transport, Links(hosts))
         self._records = records
         self._shared_state = shared_state
+        self._store = store
+        self._endpoints = endpoints
+        self._probes = LivenessProbes()
         self._formatter = formatter
         self._collective_lock = threading.Lock()
         self._is_watching = False
+        self.compression = Compression(compress) if compress else None
         self.rank = layout.rank
         self.identity = records[0].nonce  # the same on all hosts
 
@@ -131,6 +150,28 @@ class HierarchicalGroup(PointToPointGroup):
     def is_failing(self, rank: int) -> bool:
         local = self._local_rank(rank)
         return local is not None and self._native.is_failing(local)
+
+    def has_gone(self, rank: int) -> bool:
+        """Return whether a rank has left, or is known to have died, even if the group is broken.
+
+        The end of a process on another host is known from its endpoint, or if its ranks are reached
+        by the relay only, from the relay. It is unknown if that host does not answer, or if the
+        relay has ended with a rank.
+        """
+        local = self._local_rank(rank)
+        if local is not None:
+            return self._native.has_gone(local)
+        return self.has_ended(rank) or self._shared_state.has_left(rank)
+
+    def has_ended(self, rank: int) -> bool:
+        """Return whether a process of another host is known to have ended. Never blocks."""
+        endpoint = self._endpoints[rank]
+        return self._probes.has_ended(endpoint) if endpoint else self._transport.has_ended(rank)
+
+    @property
+    def board(self) -> StoreBoard:
+        """The board of the agreement on the ranks that go on after a failure."""
+        return StoreBoard(PrefixStore("phalanx/agreement", self._store))
 
     def flight_recorder(self, rank: int, history: int) -> dict[str, Any] | None:
         local = self._local_rank(rank)
@@ -195,9 +236,12 @@ class HierarchicalGroup(PointToPointGroup):
         if not self._native.closed:
             if self._propagator.failure is None:
                 self._shared_state.record_leave(self.rank, current_site())
+            else:
+                self._shared_state.record_end(self.rank)
             self._matcher.close()
             self._native.close()
             self.disconnect(abrupt=False)
+            self._probes.close()
 
     def disconnect(self, *, abrupt: bool) -> None:
         """Close the connections to other hosts, at the latest at the end of the process.
@@ -263,6 +307,11 @@ class HierarchicalGroup(PointToPointGroup):
             return self._propagator.report(GroupFailure("timeout", message, self.rank, self.rank))
         try:
             own = replace(described, sequence=self._native.sequence + 1)
+            compression = self.compression
+            if compression is not None and not compression.applies(
+                own.kind, own.dtype, own.op, own.count
+            ):
+                compression = None
             operation = Operation(
                 self._layout,
                 Elements(own.dtype, own.op, self._layout.size),
@@ -270,6 +319,8 @@ class HierarchicalGroup(PointToPointGroup):
                 self._transport,
                 deadline,
                 self._propagator.create_failure_check,
+                self._links,
+                compression,
             )
             try:
                 status = self._native.begin_composite(
@@ -371,9 +422,10 @@ def form_group(
     layout: Layout,
     records: list[RankRecord],
     store: Store,
-    transport: str,
+    link: HostLink,
     timeout: timedelta,
     make_formatter: Callable[[Any], Formatter],
+    check: Callable[[], None] | None = None,
 ) -> HierarchicalGroup:
     """Return a group of several hosts, which takes the place of the native group of this host.
 
@@ -384,9 +436,10 @@ def form_group(
         layout: The ranks of the group by host.
         records: The host and process of each rank of the group.
         store: The group's store.
-        transport: The name of the transport between hosts.
+        link: The link between hosts.
         timeout: The time to wait for the other ranks.
         make_formatter: Returns the texts of failures and operations for a group.
+        check: A function that is called during the wait, and may raise to end it.
 
     Raises:
         UsageError: This machine has no such interface, or lacks something that the transport needs.
@@ -399,26 +452,52 @@ def form_group(
         on_failure.callback(native.close)
         try:
             address = own_address(store, records)
+            # With the relay, ranks are reached through rank 0 only, and nothing else listens.
+            endpoint = "" if link.transport == "relay" else process_endpoint(address)
+            store.set(_ENDPOINT_KEY.format(layout.rank), endpoint)
             transport_store = PrefixStore("phalanx/transport", store)
-            opened = open_transport(transport, transport_store, layout.rank, layout.size, address)
-        except (TransportError, UsageError) as error:
-            reason = f"the transport {transport} is not available: {error}"
+            opened = open_transport(
+                link.transport,
+                transport_store,
+                layout.rank,
+                layout.size,
+                address,
+                link.connections,
+            )
+        except (OSError, TransportError, UsageError) as error:
+            reason = f"the transport {link.transport} is not available: {error}"
             store.compare_set(_OPEN_KEY, "", f"on rank {layout.rank} {reason}")
             if isinstance(error, UsageError):
                 raise
             raise PhalanxError(f"[{rank_label}] {reason}") from None
         on_failure.callback(opened.close)
         on_failure.callback(opened.abort)
-        _wait_until_all_open(store, layout.size, rank_label, end)
+        _wait_until_all_open(store, layout.size, rank_label, end, check)
+        keys = [_ENDPOINT_KEY.format(rank) for rank in range(layout.size)]
+        endpoints = [each.decode() for each in get_values(store, keys)]
+        compress = link.compress
+        if compress == AUTO:
+            try:
+                compress = choose_encoding(measure_slowest(opened, layout, store, end, check))
+            except (TimeoutError, TransportError) as error:
+                raise PhalanxError(
+                    f"[{rank_label}] compress='auto' cannot measure the links: {error}"
+                ) from None
         on_failure.pop_all()
-    return HierarchicalGroup(native, layout, records, store, opened, make_formatter)
+    return HierarchicalGroup(
+        native, layout, records, store, endpoints, opened, make_formatter, compress
+    )
 
 
-def _wait_until_all_open(store: Store, size: int, rank_label: str, end: float) -> None:
+def _wait_until_all_open(
+    store: Store, size: int, rank_label: str, end: float, check: Callable[[], None] | None
+) -> None:
     """Wait until all ranks have opened their transports; raise if one could not."""
     if store.add(_COUNT_KEY, 1) == size:
         store.compare_set(_OPEN_KEY, "", "all")
     for _ in attempts(end):
+        if check is not None:
+            check()
         if store.check([_OPEN_KEY]):
             break
     else:

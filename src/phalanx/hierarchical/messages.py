@@ -36,6 +36,7 @@ from phalanx.hierarchical.execution import (
 )
 from phalanx.hierarchical.failure import FailurePropagator, GroupFailure
 from phalanx.hierarchical.fingerprint import Fingerprint, Header, current_site
+from phalanx.hierarchical.links import Links
 from phalanx.topology import Layout
 from phalanx.transports import Transfer, Transport, TransportError
 
@@ -54,6 +55,7 @@ class PointToPointGroup:
         layout: The ranks of the group by host.
         propagator: Reports failures and breaks the group.
         transport: The transport that carries bytes between hosts.
+        links: The links between the hosts, which count the bytes.
     """
 
     def __init__(
@@ -62,11 +64,13 @@ class PointToPointGroup:
         layout: Layout,
         propagator: FailurePropagator,
         transport: Transport,
+        links: Links,
     ) -> None:
         self._native = native
         self._layout = layout
         self._propagator = propagator
         self._transport = transport
+        self._links = links
         self._send_lock = threading.Lock()
         self._matcher = MessageMatcher(native, layout, transport, propagator.handle_connection_lost)
         self._sent_counts = [0] * layout.size
@@ -201,6 +205,13 @@ class PointToPointGroup:
         """Return the failure of the whole group for a native status; None for None."""
         return None if status is None else self._propagator.report_status(status, timeout)
 
+    def count_bytes(self, message: RemoteMessage) -> None:
+        """Count the bytes of a completed message."""
+        described = message.header.fingerprint
+        size = described.count * ELEMENT_SIZES[described.dtype]
+        sent, received = (size, 0) if described.kind == "send" else (0, size)
+        self._links.count(message.peer, sent, received, message.begun_at)
+
     def _fail(self, message: RemoteMessage, error: ConnectionLost) -> None:
         operation = self._propagator.format_operation(message.header)
         message.complete(
@@ -245,6 +256,7 @@ class RemoteMessage:
         self.done = False
         self.status: GroupFailure | None = None
         self.header = header
+        self.begun_at = time.monotonic_ns()
         self.transfers: list[Transfer] = []
         """The transfers that must complete, in this order."""
         self._group = group
@@ -329,6 +341,8 @@ class RemoteMessage:
                 return
             self.status = status
             self.done = True
+        if status is None:
+            self._group.count_bytes(self)
         if self._record is not None:
             outcome = "ok" if status is None else status.code
             self._group._native.end_remote(self._record, outcome, self.peer)

@@ -7,7 +7,8 @@ Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 20
 chain that ends at the root's host. Small reductions, and those on uneven hosts, go through the
 leaders of the hosts, which exchange the partial results of their hosts and combine them in the
 order of the hosts. The order of combination depends only on sizes and layout, so results are the
-same in every run and on all ranks.
+same in every run and on all ranks. If what crosses between hosts is compressed, the hosts exchange
+parts of their partial results instead (`compression`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+from phalanx.hierarchical.compression import (
+    BLOCK,
+    NOWHERE,
+    CompressedLink,
+    all_reduce_between_hosts,
+    make_link,
+)
 from phalanx.hierarchical.execution import (
     LEADER,
     Chunk,
@@ -28,19 +36,30 @@ from phalanx.hierarchical.execution import (
 
 def all_reduce(operation: Operation, data: int, count: int) -> None:
     """Combine the `count` elements at `data` of all ranks, in place."""
+    layout, block = operation.layout, _block(operation)
     if is_for_rails(operation, count):
-        layout = operation.layout
-        multiple = len(layout.ranks) * len(layout.hosts)
+        multiple = len(layout.ranks) * max(block, len(layout.hosts))
         run_chunks(operation, _all_reduce_by_rails, count, data, multiple=multiple)
     else:
-        run_chunks(operation, _all_reduce_by_leaders, count, data)
+        run_chunks(operation, _all_reduce_by_leaders, count, data, multiple=block)
+
+
+def _block(operation: Operation) -> int:
+    """Return the number of elements of which the parts of an operation are multiples."""
+    return BLOCK if operation.compression is not None else 1
 
 
 def _all_reduce_by_leaders(operation: Operation, chunk: Chunk, data: int) -> Steps:
     layout, elements = operation.layout, operation.elements
     address, count = data + chunk.offset, chunk.count
     operation.run_local("reduce", address, count, elements.dtype, elements.partial_op, LEADER)
-    if layout.local_rank == LEADER:
+    link = make_link(operation, chunk.tag)
+    if isinstance(link, CompressedLink):
+        members = layout.leaders
+        steps = all_reduce_between_hosts(link, operation, address, count, members, address)
+        # All ranks of a host make equally many steps.
+        yield from steps if layout.local_rank == LEADER else ([], [])
+    elif layout.local_rank == LEADER:
         others = [leader for leader in layout.leaders if leader != layout.rank]
         theirs = {leader: Scratch.allocate(chunk.size) for leader in others}
         transfers = []
@@ -59,26 +78,42 @@ def _all_reduce_by_leaders(operation: Operation, chunk: Chunk, data: int) -> Ste
 
 def _all_reduce_by_rails(operation: Operation, chunk: Chunk, data: int) -> Steps:
     address, dtype = data + chunk.offset, operation.elements.dtype
-    whole, own_slice, slice_count = _reduce_scatter_chunk(operation, address, chunk)
-    yield from _ring_all_reduce(operation, own_slice, slice_count, chunk.tag)
+    whole, own_slice, slice_count = _reduce_scatter_chunk(
+        operation, address, chunk, _block(operation)
+    )
+    link, layout = make_link(operation, chunk.tag), operation.layout
+    if isinstance(link, CompressedLink):
+        begin = layout.local_rank * slice_count
+        origin = address + begin * operation.elements.bytes if begin < chunk.count else NOWHERE
+        yield from all_reduce_between_hosts(
+            link, operation, own_slice, slice_count, layout.rail, origin
+        )
+    else:
+        yield from _ring_all_reduce(operation, own_slice, slice_count, chunk.tag)
     operation.run_local("all_gather_single", own_slice, whole, slice_count, dtype)
     if whole != address:
         ctypes.memmove(address, whole, chunk.size)
 
 
 def _reduce_scatter_chunk(
-    operation: Operation, address: int, chunk: Chunk
+    operation: Operation, address: int, chunk: Chunk, multiple: int = 1
 ) -> tuple[int, Scratch, int]:
     """Reduce a chunk in memory, and leave each rank of the host with a slice of the result.
+
+    Args:
+        operation: The operation.
+        address: The address of the chunk.
+        chunk: The chunk.
+        multiple: The number of which the element count of a slice is a multiple.
 
     Returns:
         The address of the chunk, or of a copy that is padded with zeros if the ranks cannot share
         the chunk equally; the slice of this rank; the element count of a slice.
     """
     elements, ranks = operation.elements, len(operation.layout.ranks)
-    slice_count = -(-chunk.count // ranks)
+    slice_count = -(-chunk.count // (ranks * multiple)) * multiple
     whole, size = address, slice_count * elements.bytes
-    if chunk.count % ranks:
+    if chunk.count != ranks * slice_count:
         whole = Scratch.allocate(ranks * size)
         ctypes.memmove(whole, address, chunk.size)
         ctypes.memset(whole + chunk.size, 0, ranks * size - chunk.size)
@@ -191,9 +226,9 @@ def _reduce_scatter_by_rails(
     operation: Operation, chunk: Chunk, inputs: Sequence[int], output: int
 ) -> Steps:
     layout, elements = operation.layout, operation.elements
+    link = make_link(operation, chunk.tag)
     parts = [Scratch.allocate(chunk.size) for _ in layout.hosts]
-    theirs = [Scratch.allocate(chunk.size) for _ in layout.hosts]
-    transfers = []
+    transfers, theirs = [], {}
     for step in range(1, len(layout.hosts) + 1):
         host = (layout.host + step) % len(layout.hosts)
         sources = [inputs[rank] + chunk.offset for rank in layout.hosts[host]]
@@ -202,18 +237,21 @@ def _reduce_scatter_by_rails(
         )
         if host != layout.host:
             peer = layout.rail[host]
-            transfers += operation.post_recv(theirs[host], chunk.size, peer, chunk.tag)
-            transfers += operation.post_send(parts[host], chunk.size, peer, chunk.tag)
+            theirs[host], posted = link.recv(chunk.count, peer)
+            encoded = link.encode(parts[host], chunk.count, inputs[peer] + chunk.offset)
+            transfers += posted + link.send(encoded, chunk.count, peer)
     yield transfers
-    theirs[layout.host] = parts[layout.host]
-    elements.combine(output + chunk.offset, theirs, chunk.count, last=True)
+    partial_results: list[int] = [*parts]
+    for host, received in theirs.items():
+        partial_results[host] = link.decode(received, chunk.count)
+    elements.combine(output + chunk.offset, partial_results, chunk.count, last=True)
 
 
 def _reduce_scatter_by_leaders(
     operation: Operation, chunk: Chunk, inputs: Sequence[int], output: int
 ) -> Steps:
     layout, elements, size = operation.layout, operation.elements, chunk.size
-    is_leader = layout.local_rank == LEADER
+    link, is_leader = make_link(operation, chunk.tag), layout.local_rank == LEADER
     transfers, own, theirs = [], {}, {}
     for leader, ranks in zip(layout.leaders, layout.hosts, strict=True):
         for rank in ranks:
@@ -226,16 +264,21 @@ def _reduce_scatter_by_leaders(
                 "reduce", part, chunk.count, elements.dtype, elements.partial_op, LEADER
             )
             if is_leader and leader != layout.rank:
-                transfers += operation.post_send(part, size, leader, chunk.tag)
+                encoded = link.encode(part, chunk.count, inputs[rank] + chunk.offset)
+                transfers += link.send(encoded, chunk.count, leader)
     if is_leader:
         for peer in (leader for leader in layout.leaders if leader != layout.rank):
             for rank in layout.ranks:
-                theirs[peer, rank] = Scratch.allocate(size)
-                transfers += operation.post_recv(theirs[peer, rank], size, peer, chunk.tag)
+                theirs[peer, rank], posted = link.recv(chunk.count, peer)
+                transfers += posted
     yield transfers
     results: list[int] = []
     for rank in layout.ranks if is_leader else ():
-        parts = [theirs.get((leader, rank), own[rank]) for leader in layout.leaders]
+        parts: list[int] = []
+        for leader in layout.leaders:
+            received = theirs.get((leader, rank))
+            decoded = None if received is None else link.decode(received, chunk.count)
+            parts.append(own[rank] if decoded is None else decoded)
         results.append(Scratch.allocate(size))
         elements.combine(results[-1], parts, chunk.count, last=True)
     operation.run_local(

@@ -2,11 +2,13 @@
 
 - `launch` runs a function on several ranks of this machine and returns their results. `worker` is
   the program of each rank.
-- `elastic_agent` is `phalanx run`, on PyTorch's elastic agent; `options` parses its command line.
+- `run` is `phalanx run` on one host; `options` parses its command line. `elastic_agent` stands on
+  PyTorch's elastic agent. `rank_replacement` replaces the lost ranks of an elastic job by
+  processes of `newcomers`, which `spare` makes ready, as copies of a `spare_template`.
   `rank_bootstrap` ties a rank's lifetime to its parent's.
 - For several hosts, `rendezvous` connects the launchers, `job_coordinator` exchanges failures
   between them, and `ssh` starts the hosts from one shell. `tunnel` authenticates the
-  hosts and forwards connections between them.
+  hosts and forwards connections between them, by `tunnel_encryption` encrypted.
 - `output_forwarder` forwards the ranks' output and exits to the launcher. `failures` finds the
   first real error among several failures and reports it.
 - `host_resources` checks this host, counts its cores, and gives each rank its share of them.

@@ -5,186 +5,50 @@ line of output, the sharing of the cores among the ranks, the exit of the ranks 
 (`rank_bootstrap`), and a failure report that begins with the cause of the other failures.
 """
 
-import contextlib
-import logging
 import os
 import signal
 import sys
-import threading
 import time
-from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
+    Worker,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from phalanx import key as keys
-from phalanx.errors import LaunchError, UsageError
 from phalanx.launcher import rank_bootstrap
 from phalanx.launcher.failures import (
-    CONSEQUENCE,
-    STOPPED,
     Failure,
     RemoteFailure,
     excerpt,
     find_root_cause,
     format_report,
-    is_remote_cause,
     may_have_unknown_cause,
 )
-from phalanx.launcher.host_resources import check_host, rank_defaults
 from phalanx.launcher.job_coordinator import AbsentHostError, Agreement, JobCoordinator, agree
-from phalanx.launcher.options import Job, make_job, presence_timeout
+from phalanx.launcher.options import Job, presence_timeout
 from phalanx.launcher.output_forwarder import Exit, OutputForwarder, Sink
-from phalanx.launcher.rendezvous import HostRendezvous, open_rendezvous
+from phalanx.launcher.rendezvous import HostRendezvous
 from phalanx.launcher.store import HOST
 from phalanx.observe.launcher_log_writer import LauncherLogWriter
 from phalanx.system.processes import signal_exit_code, signal_group
 from phalanx.torch_versions import shutdown_timeout
 
-_POLL_SECONDS = 0.1
 # Time for the forwarder to see the exits of ranks that the agent has stopped.
 _EXIT_SECONDS = 1.0
 _TAIL_BYTES = 1 << 16
 
 
-class HostOutcome(NamedTuple):
-    """The outcome of a job on this host.
-
-    Attributes:
-        code: 0, the exit code of the rank that failed first, or 128 + N if that rank or this
-            process was ended by signal N.
-        job: The name of the job if its flight recorders are kept for `phalanx explain`, else
-            empty.
-        report: A report for people that names the failing rank and the reason; empty if none
-            failed.
-        distance: The distance of the failure from the cause, as in `Failure.distance`; other hosts
-            may know more.
-        is_remote: True if the report is about another host, which has explained it there.
-    """
-
-    code: int
-    job: str
-    report: str = ""
-    distance: int = 0
-    is_remote: bool = False
-
-
-def run(args: Namespace) -> HostOutcome:
-    """Run a script on many ranks, as `phalanx run` does, and block until all have ended.
-
-    Must be called in the main thread, because it handles SIGINT, SIGTERM, SIGHUP and SIGQUIT: each
-    stops the ranks.
-
-    Args:
-        args: The arguments of `phalanx run`, without `hosts`.
-
-    Raises:
-        UsageError: An argument is invalid, or a port is in use.
-        LaunchError: The rendezvous of the hosts failed, or this host cannot start ranks.
-    """
-    _silence_agent_log()
-    job = make_job(args)
-    with _restore_signal_handlers(job.config.signals_to_handle):
-        try:
-            return _run(job)
-        except SignalException as caught:  # a second signal, while the job was ending
-            return HostOutcome(
-                signal_exit_code(caught.sigval), "", f"stopped by {caught.sigval.name}", STOPPED
-            )
-
-
-def _run(job: Job) -> HostOutcome:
-    check_host(job.config.nproc_per_node)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = job.config.signals_to_handle
-    hosts = job.config.max_nodes
-    with LauncherLogWriter(job.config.nproc_per_node * hosts, hosts=hosts) as launcher_log:
-        with (
-            _run_forwarder() as forwarder,
-            _open_key(job.key) as key,
-            open_rendezvous(job, lambda text: _print(f"phalanx run: {text}")) as rendezvous,
-        ):
-            os.environ.update(
-                {
-                    **rank_defaults(job.config.nproc_per_node, os.environ),
-                    **launcher_log.environment(),
-                    **rendezvous.environment,
-                }
-            )
-            agent = _Agent(job, rendezvous, forwarder, launcher_log, key)
-            outcome = _run_agent(agent, job.config.rdzv_endpoint)
-            forwarder.wait_for_exits(_EXIT_SECONDS)
-        is_kept = launcher_log.finish(outcome.code)
-    return outcome._replace(job=launcher_log.name if is_kept else "")
-
-
-def _silence_agent_log() -> None:
-    """Suppress the console log of the agent, unless the user has set a log level."""
-    if "LOGLEVEL" in os.environ:
-        return
-    for name in ("elastic", "launcher", "run"):
-        logger = logging.getLogger(f"torch.distributed.{name}")
-        logger.addHandler(logging.NullHandler())
-        logger.propagate = False
-
-
-@contextlib.contextmanager
-def _restore_signal_handlers(names: str) -> Iterator[None]:
-    """Restore the signal handlers at the end, because the agent leaves its own installed."""
-    before = {
-        number: signal.getsignal(number)
-        for name in names.split(",")
-        if (number := getattr(signal, name.strip(), None)) is not None
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None:  # None: not installed by Python
-                signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _run_forwarder() -> Iterator[OutputForwarder]:
-    forwarder, done = OutputForwarder(), threading.Event()
-
-    def forward() -> None:
-        while not done.is_set():
-            forwarder.step(_POLL_SECONDS)
-
-    thread = threading.Thread(target=forward, name="phalanx-output", daemon=True)
-    thread.start()
-    try:
-        yield forwarder
-    finally:
-        done.set()
-        thread.join()
-        forwarder.close()
-
-
-@contextlib.contextmanager
-def _open_key(key: bytes | None) -> Iterator[int]:
-    """Yield a descriptor from which ranks read the job's key; -1 if there is none."""
-    descriptor = -1 if key is None else keys.to_sealed_memory(key)
-    try:
-        yield descriptor
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
-
-
-class _Agent(LocalElasticAgent):
+class Agent(LocalElasticAgent):
     """PyTorch's agent for one host, which distinguishes causes of failures from consequences."""
 
     def __init__(
@@ -200,7 +64,7 @@ class _Agent(LocalElasticAgent):
         self._forwarder.on_exit = self._record_exit
         self._launcher_log = launcher_log
         self._processes: dict[int, tuple[int, int]] = {}
-        self._output = _RankOutput(forwarder, job.log_files, job.shown_ranks)
+        self._output = RankOutput(forwarder, job.log_files, job.shown_ranks)
         self._stop_time = float("inf")
         self._unprompted: set[int] = set()
         """The local ranks that failed before the agent stopped any."""
@@ -213,7 +77,10 @@ class _Agent(LocalElasticAgent):
         if rendezvous.store is not None:
             server = rendezvous.tunnel_server
             self.coordinator = JobCoordinator(
-                rendezvous.store, rendezvous.name, has_store=server is not None
+                rendezvous.store,
+                rendezvous.name,
+                has_store=server is not None,
+                **self._coordinator_options(job),
             )
             if server is not None:
                 server.on_host_lost = self.coordinator.report_lost_host
@@ -227,6 +94,10 @@ class _Agent(LocalElasticAgent):
             **({"shutdown_timeout": timeout} if timeout is not None else {}),
         )
 
+    def _coordinator_options(self, _job: Job) -> dict[str, Any]:
+        """Return further options of the coordinator."""
+        return {}
+
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         while True:
             try:
@@ -236,14 +107,15 @@ class _Agent(LocalElasticAgent):
                 if self._remaining_restarts <= 0:
                     raise
                 self._remaining_restarts -= 1
-                _print(f"phalanx run: {error}\n  repeating the rendezvous")
+                print_message(f"{error}\n  repeating the rendezvous")
         group: Any = worker_group
         self._attempt = self._agreement.attempt
         self._remaining_restarts = max(group.spec.max_restarts - self._agreement.failures, 0)
         if (get_port := self._host_rendezvous.rank_store_port) is not None:
             group.master_addr, group.master_port = HOST, get_port(self._attempt)
         if self.coordinator is not None:
-            self.coordinator.begin_attempt(self._attempt, self._agreement.hosts)
+            ranks = [worker.global_rank for worker in worker_group.workers]
+            self.coordinator.begin_attempt(self._attempt, self._agreement.hosts, ranks)
 
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
@@ -264,7 +136,7 @@ class _Agent(LocalElasticAgent):
         if worker_group.state is WorkerState.HEALTHY:  # another host waits to join
             if self.coordinator is not None and self.coordinator.refresh():
                 return  # ranks have failed there: handled, and counted, next
-            _print("phalanx run: another host has joined\n  restarting all ranks")
+            print_message("another host has joined\n  restarting all ranks")
         super()._restart_workers(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -277,11 +149,13 @@ class _Agent(LocalElasticAgent):
         finally:
             self._output.close_write_ends()
         for local_rank, pid in pids.items():
-            worker = worker_group.workers[local_rank]
-            self._launcher_log.start(worker.global_rank, pid, self._attempt, worker.world_size)
-            self._processes[local_rank] = worker.global_rank, pid
-            self._forwarder.add_process(local_rank, pid)
+            self._record_start(worker_group.workers[local_rank], local_rank, pid)
         return pids
+
+    def _record_start(self, worker: Worker, local_rank: int, pid: int) -> None:
+        self._launcher_log.start(worker.global_rank, pid, self._attempt, worker.world_size)
+        self._processes[local_rank] = worker.global_rank, pid
+        self._forwarder.add_process(local_rank, pid)
 
     def _record_exit(self, local_rank: int, end: Exit) -> None:
         rank, pid = self._processes[local_rank]
@@ -333,9 +207,8 @@ class _Agent(LocalElasticAgent):
             self.coordinator.report(cause.headline, cause.exit_code)
         if not (self.failures or self.remote_failure) or not self._should_restart():
             return result
-        _print(
-            f"phalanx run: {format_report(self.failures, self.remote_failure)}\n"
-            "  restarting all ranks"
+        print_message(
+            f"{format_report(self.failures, self.remote_failure)}\n  restarting all ranks"
         )
         self.failures = []
         return RunResult(state=WorkerState.UNHEALTHY)
@@ -398,6 +271,9 @@ class _Agent(LocalElasticAgent):
             self._launcher_log.end(rank, pid, code, stopped=stopped)
         return Failure(rank, pid, code, ended_at, text, stopped=stopped)
 
+    def close(self) -> None:
+        """Free what the agent has beside its ranks."""
+
     def _stop(self, failures: Sequence[Failure]) -> None:
         self._stop_time = time.monotonic()
         for failure in failures:
@@ -407,7 +283,7 @@ class _Agent(LocalElasticAgent):
         self._shutdown(**self._shutdown_options)
 
 
-class _RankOutput(LogsSpecs):
+class RankOutput(LogsSpecs):
     """A log specification with a pipe for each stream that a rank would write to the console.
 
     The agent opens the pipes by their paths in /proc, as if they were log files. Lines therefore
@@ -433,7 +309,7 @@ class _RankOutput(LogsSpecs):
         self._shown_ranks = shown_ranks
         self._sinks = Sink("stdout"), Sink("stderr")
         self._writers: list[int] = []
-        self._stderr_logs: dict[int, str] = {}
+        self._logs: dict[int, tuple[str, str]] = {}
 
     @property
     def root_log_dir(self) -> str:
@@ -446,21 +322,27 @@ class _RankOutput(LogsSpecs):
             # The agent counts only the failures on this host, which differ between hosts.
             env["TORCHELASTIC_RESTART_COUNT"] = str(self.attempt)
         dest = self._log_files.reify(envs) if self._log_files else self._discard_logs(envs)
-        self._stderr_logs.clear()
         for local_rank, env in envs.items():
-            prefix = f"[rank {env['RANK']}] "
-            for paths, sink in zip((dest.stdouts, dest.stderrs), self._sinks, strict=True):
-                is_stderr = paths is dest.stderrs
-                if paths[local_rank] not in ("", os.devnull):
-                    if is_stderr:
-                        self._stderr_logs[local_rank] = paths[local_rank]
-                    continue
-                is_shown = self._shown_ranks is None or local_rank in self._shown_ranks
-                visible_sink = sink if is_shown else None
-                paths[local_rank] = self._create_pipe(
-                    local_rank, visible_sink, prefix, keep=is_stderr
-                )
+            streams = dest.stdouts, dest.stderrs
+            stdout, stderr = (each[local_rank].replace(os.devnull, "") for each in streams)
+            self._logs[local_rank] = stdout, stderr
+            for index, paths in enumerate(streams):
+                if not self._logs[local_rank][index]:
+                    reader, writer = os.pipe()
+                    self._writers.append(writer)
+                    self._forward(local_rank, env["RANK"], index, reader)
+                    paths[local_rank] = f"/proc/{os.getpid()}/fd/{writer}"
         return dest
+
+    def logs(self, local_rank: int) -> tuple[str, str]:
+        """Return the paths of a rank's log files, of stdout and stderr; empty if there is none."""
+        return self._logs[local_rank]
+
+    def replace(self, local_rank: int, rank: str, stdout: int, stderr: int) -> None:
+        """Forward the output of a new process of a rank from pipes, as far as there are no logs."""
+        self._forwarder.forget(local_rank)
+        for index, reader in enumerate((stdout, stderr)):
+            self._forward(local_rank, rank, index, reader)
 
     def close_write_ends(self) -> None:
         """Close this process's write ends of the pipes, once the ranks have opened theirs."""
@@ -469,17 +351,14 @@ class _RankOutput(LogsSpecs):
 
     def tail(self, local_rank: int) -> str:
         """Return the end of a rank's stderr, whether it is shown, hidden or in a log file."""
-        if local_rank not in self._stderr_logs:
+        if not (log := self._logs[local_rank][1]):
             return self._forwarder.tail(local_rank)
-        return (
-            Path(self._stderr_logs[local_rank]).read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
-        )
+        return Path(log).read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
 
-    def _create_pipe(self, local_rank: int, sink: Sink | None, prefix: str, *, keep: bool) -> str:
-        reader, writer = os.pipe()
-        self._writers.append(writer)
-        self._forwarder.add_stream(local_rank, reader, sink, prefix, keep=keep)
-        return f"/proc/{os.getpid()}/fd/{writer}"
+    def _forward(self, local_rank: int, rank: str, index: int, reader: int) -> None:
+        is_shown = self._shown_ranks is None or local_rank in self._shown_ranks
+        sink = self._sinks[index] if is_shown else None
+        self._forwarder.add_stream(local_rank, reader, sink, f"[rank {rank}] ", keep=index == 1)
 
     @staticmethod
     def _discard_logs(envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -512,42 +391,7 @@ def _spec(job: Job, rendezvous: HostRendezvous, key: int) -> WorkerSpec:
     )
 
 
-def _run_agent(agent: _Agent, endpoint: str) -> HostOutcome:
-    """Run the job until it ends and return its outcome."""
-    try:
-        result = agent.run()
-    except SignalException as caught:
-        return HostOutcome(
-            signal_exit_code(caught.sigval), "", f"stopped by {caught.sigval.name}", STOPPED
-        )
-    except UsageError:
-        raise
-    except (LaunchError, RendezvousError, dist.DistError, RuntimeError) as error:
-        remote_failure = None if agent.coordinator is None else agent.coordinator.refresh()
-        if remote_failure is not None and remote_failure.is_final:
-            return _make_outcome([], remote_failure, 1)
-        raise LaunchError(f"the rendezvous of the hosts at {endpoint} failed: {error}") from error
-    finally:
-        if agent.coordinator is not None:
-            agent.coordinator.close()
-    agent.get_worker_group().spec.rdzv_handler.shutdown()
-    return _make_outcome(
-        agent.failures, agent.remote_failure, int(result is not None and result.is_failed())
-    )
-
-
-def _make_outcome(
-    failures: Sequence[Failure], remote_failure: RemoteFailure | None, code: int
-) -> HostOutcome:
-    if remote_failure is not None and is_remote_cause(failures, remote_failure):
-        report = format_report(failures, remote_failure)
-        return HostOutcome(remote_failure.code, "", report, CONSEQUENCE, is_remote=True)
-    if not failures:  # failed without a failed rank: one is stuck in the kernel
-        return HostOutcome(code, "")
-    cause = find_root_cause(failures)
-    return HostOutcome(cause.exit_code, "", format_report(failures), cause.distance)
-
-
-def _print(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+def print_message(text: str) -> None:
+    """Print a message of `phalanx run`."""
+    sys.stderr.write(f"phalanx run: {text}\n")
     sys.stderr.flush()

@@ -71,9 +71,11 @@ class Session:
         world: Any = dist.group.WORLD
         is_success = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         if not is_success and self.owner and world is not None and _is_phalanx_group(world):
-            # Tell the peers that wait for this rank at once that it failed, and why.
+            # Tell the peers that wait for this rank, in any group, at once that it failed, and why.
             if isinstance(error, KeyboardInterrupt):
-                world.abort("its session ended with KeyboardInterrupt")
+                groups: list[Any] = [*distributed_c10d._world.pg_map]
+                for group in filter(_is_phalanx_group, groups):
+                    group.abort("its session ended with KeyboardInterrupt")
             else:
                 world.fail(error)
         self.close()

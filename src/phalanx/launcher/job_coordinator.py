@@ -21,7 +21,7 @@ from phalanx.launcher.failures import RemoteFailure
 from phalanx.system.polling import attempts, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 _END = "phalanx/end"
 _PROPOSED, _DECIDED, _AGREED = "phalanx/proposed/", "phalanx/decided", "phalanx/agreed"
@@ -207,6 +207,10 @@ class _Attempt:
 
     number: int
     hosts: tuple[str, ...]
+    ranks: list[int] = field(default_factory=list)
+    """The ranks of this host."""
+    is_announced: bool = False
+    """True once the ranks of this host are in the store."""
     lost_hosts: list[tuple[float, str, str]] = field(default_factory=list)
     """The lost hosts: the time in seconds at which to report it, the name and the host name."""
     report: str = ""
@@ -230,21 +234,35 @@ class JobCoordinator:
     one, except reports that end the job.
     """
 
-    def __init__(self, store: Any, name: str, *, has_store: bool) -> None:
+    def __init__(
+        self,
+        store: Any,
+        name: str,
+        *,
+        has_store: bool,
+        min_hosts: int = 0,
+        on_lost_host: Callable[[str, list[int]], None] = lambda _host, _ranks: None,
+    ) -> None:
         """Start to poll the store.
 
         Args:
             store: The store of the job.
             name: The name of this host, unique among the hosts.
             has_store: True if this host has the store; it need not be host 0.
+            min_hosts: The least number of hosts with which an elastic job continues after the loss
+                of others; 0 if the loss of a host is a failure.
+            on_lost_host: A function called with the host name and the ranks of a lost host, without
+                which the job continues; on the host with the store, in the thread of this object.
         """
         self._store = store.clone()
         self._has_store = has_store
+        self._min_hosts = min_hosts
+        self._on_lost_host = on_lost_host
         self._name = name
-        self._attempt = _Attempt(0, ())
+        self._attempt = _Attempt(0, (), is_announced=True)
         self._final_report = ""
         self._final_failure: RemoteFailure | None = None
-        self._is_closed = False
+        self._is_closed = self._has_lost_store = False
         self._polls = 0
         self._lost_hosts: dict[str, str] = {}
         """The host names of the lost hosts, by their unique names."""
@@ -252,18 +270,24 @@ class JobCoordinator:
         threading.Thread(target=self._poll_store, name="phalanx-coordinator", daemon=True).start()
 
     @property
+    def has_lost_store(self) -> bool:
+        """True if the store, on another host, cannot be reached any more."""
+        return self._has_lost_store
+
+    @property
     def remote_failure(self) -> RemoteFailure | None:
         """The failure on another host; None if none is known."""
         return self._final_failure or self._attempt.remote_failure
 
-    def begin_attempt(self, number: int, hosts: tuple[str, ...]) -> None:
+    def begin_attempt(self, number: int, hosts: tuple[str, ...], ranks: Sequence[int] = ()) -> None:
         """Begin a new start of all ranks and discard the reports about the previous one.
 
         Args:
             number: The number of this start, from 0.
-            hosts: The names of the participating hosts.
+            hosts: The names of the hosts that took part in its begin.
+            ranks: The ranks of this host.
         """
-        attempt = self._attempt = _Attempt(number, hosts)
+        attempt = self._attempt = _Attempt(number, hosts, list(ranks))
         for name, hostname in list(self._lost_hosts.items()):  # lost during the rendezvous
             self._schedule_loss(attempt, name, hostname)
 
@@ -280,6 +304,8 @@ class JobCoordinator:
             is_final: True if the job cannot continue without this host.
             has_left: True if this host leaves on purpose, which is no failure.
         """
+        if has_left and self._min_hosts:
+            return  # the host with the store records it as lost
         failure = RemoteFailure(f"on {socket.gethostname()}: {text}", code, is_final, has_left)
         attempt, report = self._attempt, _encode(self._name, failure)
         if is_final:
@@ -336,8 +362,12 @@ class JobCoordinator:
         self._wake.set()
 
     def _schedule_loss(self, attempt: _Attempt, name: str, hostname: str) -> None:
-        if name in attempt.hosts and all(name != other for _, other, _ in attempt.lost_hosts):
-            attempt.lost_hosts.append((time.monotonic() + _LOSS_DELAY_SECONDS, name, hostname))
+        # Hosts may have joined an elastic job since its begin.
+        is_candidate = name in attempt.hosts or self._min_hosts
+        if is_candidate and all(name != other for _, other, _ in attempt.lost_hosts):
+            delay = 0.0 if self._min_hosts else _LOSS_DELAY_SECONDS
+            attempt.lost_hosts.append((time.monotonic() + delay, name, hostname))
+            self._wake.set()
 
     def _poll_store(self) -> None:
         while not self._is_closed:
@@ -359,6 +389,7 @@ class JobCoordinator:
             self._final_failure = self._read_failure(_END)
         if attempt.published.is_set():
             return
+        self._announce(attempt)
         self._report_due_losses(attempt)
         if attempt.report:
             self._store.compare_set(attempt.key("failed"), "", attempt.report)
@@ -369,21 +400,47 @@ class JobCoordinator:
                 attempt.all_ended.set()
             attempt.published.set()
         elif attempt.is_finishing:
-            if not attempt.has_ended:
-                self._store.set(attempt.key(f"ended/{self._name}"), "")
-                self._store.add(attempt.key("ended"), 1)
-                attempt.has_ended = True
-            if self._store.add(attempt.key("ended"), 0) >= len(attempt.hosts):
-                attempt.all_ended.set()
+            self._finish(attempt)
+
+    def _announce(self, attempt: _Attempt) -> None:
+        """Publish the ranks of this host, and that it takes part if it has come late."""
+        if not self._min_hosts or attempt.is_announced:
+            return
+        attempt.is_announced = True
+        self._store.set(attempt.key(f"ranks/{self._name}"), json.dumps(attempt.ranks))
+        if self._name not in attempt.hosts:
+            self._store.add(attempt.key("hosts"), 1)
+
+    def _finish(self, attempt: _Attempt) -> None:
+        """Publish that the ranks of this host have ended, and look at the others."""
+        if not attempt.has_ended:
+            self._store.set(attempt.key(f"ended/{self._name}"), "")
+            self._store.add(attempt.key("ended"), 1)
+            attempt.has_ended = True
+        if self._store.add(attempt.key("ended"), 0) >= self._count_hosts(attempt):
+            attempt.all_ended.set()
+
+    def _count_hosts(self, attempt: _Attempt) -> int:
+        """Return the number of hosts that take part, without those that are lost."""
+        return len(attempt.hosts) + int(self._store.add(attempt.key("hosts"), 0))
 
     def _report_due_losses(self, attempt: _Attempt) -> None:
         due = [each for each in attempt.lost_hosts if time.monotonic() > each[0]]
         for each in due:
             attempt.lost_hosts.remove(each)
             _, name, hostname = each
-            if not attempt.report and not self._store.check([attempt.key(f"ended/{name}")]):
-                text = f"lost the launcher on {hostname}, or the connection to it"
-                attempt.report = _encode(name, RemoteFailure(text, 1))
+            if attempt.report or self._store.check([attempt.key(f"ended/{name}")]):
+                continue
+            if self._min_hosts:
+                if not self._store.check([attempt.key(f"ranks/{name}")]):
+                    continue  # it has not joined
+                if self._count_hosts(attempt) > self._min_hosts:
+                    self._store.add(attempt.key("hosts"), -1)
+                    ranks = json.loads(self._store.get(attempt.key(f"ranks/{name}")))
+                    self._on_lost_host(hostname, ranks)
+                    continue
+            text = f"lost the launcher on {hostname}, or the connection to it"
+            attempt.report = _encode(name, RemoteFailure(text, 1))
 
     def _read_failure(self, key: str) -> RemoteFailure | None:
         """Return the report stored at `key`; None if it is this host's own."""
@@ -395,6 +452,7 @@ class JobCoordinator:
         if attempt.is_finishing:
             attempt.all_ended.set()
         else:
+            self._has_lost_store = True
             description = "lost the launcher of host 0, or the connection to it"
             self._final_failure = RemoteFailure(description, 1, is_final=True)
         attempt.published.set()

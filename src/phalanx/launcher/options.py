@@ -14,7 +14,7 @@ import uuid
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch.distributed import run as torchrun
@@ -36,10 +36,36 @@ from phalanx.torch_versions import shutdown_timeout
 _RENDEZVOUS_TIMEOUT = 600
 """The default of `--rdzv-conf timeout=`: the seconds that hosts wait for each other."""
 
+_ELASTIC_RESTARTS = 10
+"""The default of `--max-restarts` with `--elastic`."""
 _DEFAULT_PORTS = {"static": 29500, "c10d": 29400}
 _READ_SECONDS = 60
 _PRESENCE_SECONDS = 20
 _MAX_INTEGER = 1_000_000
+
+
+class Script(NamedTuple):
+    """The Python script of each rank."""
+
+    script: str
+    arguments: list[str]
+    is_module: bool
+
+
+class Elastic(NamedTuple):
+    """The replacement of lost ranks on this host.
+
+    Attributes:
+        script: The script of each rank.
+        min_ranks: The least number of ranks with which the job continues.
+        spares: The number of processes that wait to take the places of lost ranks.
+        rejoin: The seconds for which a host that has lost the store tries to join again.
+    """
+
+    script: Script
+    min_ranks: int
+    spares: int
+    rejoin: int
 
 
 @dataclass(frozen=True)
@@ -61,6 +87,8 @@ class Job:
     """The number of hosts that this machine simulates; 0 for none."""
     key: bytes | None
     """The job's key; None if there are several hosts and no key was given."""
+    elastic: Elastic | None
+    """The replacement of lost ranks; None if there is none."""
 
 
 class HelpRequested(Exception):  # noqa: N818 - not an error
@@ -85,11 +113,14 @@ def _make_parser() -> ArgumentParser:
     parser = _Parser("phalanx run", parents=[torchrun.get_args_parser()], add_help=False)
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node="auto")
-    for name in ("node_rank", "master_addr"):
+    # In torch 2.11, the default of the port is a number.
+    for name in ("node_rank", "master_addr", "master_port", "max_restarts"):
         if f"PET_{name.upper()}" not in os.environ:
             parser.set_defaults(**{name: None})
-    for name in ("replace", "simulate-hosts", "key-file", "key-fd", "hosts", "ssh"):
+    parser.add_argument("--elastic", action="store_true")
+    for name in ("spares", "rejoin", "replace", "simulate-hosts", "key-file", "key-fd", "hosts"):
         parser.add_argument(f"--{name}")
+    parser.add_argument("--ssh")
     parser.add_argument("--remote-python")
     parser.add_argument("--export", action="append")
     return parser
@@ -140,11 +171,17 @@ def make_job(args: Namespace) -> Job:
     _check_host_options(args)
     args.node_rank = args.node_rank or 0
     args.master_addr = args.master_addr or "127.0.0.1"
-    args.nproc_per_node = str(_parse_nproc(args.nproc_per_node))
+    min_ranks, ranks = _parse_min_max_nproc(args.nproc_per_node)
+    args.nproc_per_node = str(ranks)
+    elastic = _parse_elastic(args, min_ranks)
     _check_script(args)
+    if args.max_restarts is None:
+        args.max_restarts = _ELASTIC_RESTARTS if args.elastic else 0
     _check_port(args)
     _replace_backends(args.replace)
     nnodes = _parse_nnodes(args.nnodes)
+    if nnodes == 1 and args.rejoin is not None:
+        raise UsageError("--rejoin is for jobs on several hosts: give --nnodes too, or omit it")
     if nnodes == 1 and (other := _other_launcher()):
         _exec_as_rank(args, other)
     if args.rdzv_backend == "static" and not 0 <= args.node_rank < nnodes:
@@ -163,7 +200,7 @@ def make_job(args: Namespace) -> Job:
     is_given = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in os.environ
     if not is_given and shutdown_timeout(args, STOP_TIMEOUT) is None:
         args.shutdown_timeout = STOP_TIMEOUT
-    return _make_job(args, _read_key(args, nnodes))
+    return _make_job(args, _read_key(args, nnodes), elastic)
 
 
 def uses_phalanx_store(config: LaunchConfig) -> bool:
@@ -252,7 +289,7 @@ def rendezvous_parameters(config: LaunchConfig) -> RendezvousParameters:
     )
 
 
-def _make_job(args: Namespace, key: bytes | None) -> Job:
+def _make_job(args: Namespace, key: bytes | None, elastic: Elastic | None) -> Job:
     # torchrun always makes a log directory in /tmp. Avoid it unless the user asked for log files.
     if not re.search(r"(^|,)\s*timeout\s*=", args.rdzv_conf):
         args.rdzv_conf = ",".join(filter(None, (args.rdzv_conf, f"timeout={_RENDEZVOUS_TIMEOUT}")))
@@ -273,7 +310,50 @@ def _make_job(args: Namespace, key: bytes | None) -> Job:
     except (AssertionError, OSError, RuntimeError, ValueError) as error:  # raised by torchrun
         raise UsageError(str(error)) from error
     _check_rendezvous(config)
-    return Job(config, [str(program), *arguments], log_files, shown_ranks, args.simulate_hosts, key)
+    command = [str(program), *arguments]
+    return Job(config, command, log_files, shown_ranks, args.simulate_hosts, key, elastic)
+
+
+def _parse_min_max_nproc(text: str) -> tuple[int, int]:
+    """Return the least number of ranks on this host, and the number at the start."""
+    least, colon, most = text.rpartition(":")
+    ranks = _parse_nproc(most)
+    min_ranks = _parse_nproc(least) if colon else ranks
+    if min_ranks > ranks:
+        raise UsageError(f"--nproc-per-node is {text!r}: expected MIN:MAX with MIN <= MAX")
+    return min_ranks, ranks
+
+
+def _parse_elastic(args: Namespace, min_ranks: int) -> Elastic | None:
+    if not args.elastic:
+        for name in ("spares", "rejoin"):
+            if getattr(args, name) is not None:
+                raise UsageError(
+                    f"--{name} is for jobs whose ranks are replaced: give --elastic too"
+                )
+        if min_ranks < int(args.nproc_per_node):
+            raise UsageError(
+                "--nproc-per-node MIN:MAX is for jobs that continue with fewer ranks: give "
+                "--elastic too"
+            )
+        return None
+    if args.no_python:
+        raise UsageError("--elastic starts Python scripts only: omit --no-python")
+    if getattr(args, "numa_binding", None) is not None:
+        raise UsageError(
+            "--elastic cannot bind the processes that replace ranks to NUMA nodes: "
+            "omit --numa-binding"
+        )
+    script = Script(args.training_script, list(args.training_script_args), bool(args.module))
+    spares = _parse_small_integer("spares", args.spares, 999)
+    return Elastic(script, min_ranks, spares, _parse_small_integer("rejoin", args.rejoin, 999_999))
+
+
+def _parse_small_integer(name: str, text: str | None, most: int) -> int:
+    text = text or "0"
+    if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most))):
+        raise UsageError(f"--{name} is {text!r}: expected an integer from 0 to {most}")
+    return int(text)
 
 
 def _parse_nproc(text: str) -> int:

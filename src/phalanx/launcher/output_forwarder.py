@@ -149,6 +149,15 @@ class OutputForwarder:
         while self._pidfds and time.monotonic() < deadline:
             self.step(0.01)
 
+    def forget(self, rank: int) -> None:
+        """Forward the output left in the pipes of a rank that has exited, then forget the rank."""
+        with self._lock:
+            for stream in [each for each in self._streams.values() if each.rank == rank]:
+                self._drain(stream)
+                self._close_stream(stream)
+            self._tails.pop(rank, None)
+            self._exits.pop(rank, None)
+
     def reset(self) -> None:
         """Forward the output left in the pipes, then forget all ranks."""
         with self._lock:

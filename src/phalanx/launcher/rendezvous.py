@@ -16,7 +16,7 @@ import os
 import socket
 import threading
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from importlib import metadata
@@ -61,7 +61,6 @@ if TYPE_CHECKING:
 # Overrides the variables of an outer job: a rank of another job may have started this one.
 _NO_TUNNEL = {"PHALANX_TUNNEL_HOST": "", "PHALANX_RELAY": ""}
 _NOTICE_SECONDS = 5.0
-_NAME = uuid.uuid4().hex
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class HostRendezvous:
             host's loopback interface; None if PyTorch sets it.
         store: The store that the launchers of several hosts share; None on one host.
         tunnel_server: The tunnel server, if this host has the store; else None.
-        name: The name of this host, unique among the hosts of the job.
+        name: The name of this host in this rendezvous, unique among the hosts of the job.
     """
 
     handler: RendezvousHandler
@@ -83,17 +82,21 @@ class HostRendezvous:
     rank_store_port: Callable[[int], int] | None = None
     store: Any = None
     tunnel_server: TunnelServer | None = None
-    name: str = _NAME
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 @contextlib.contextmanager
-def open_rendezvous(job: Job, notify: Callable[[str], None]) -> Iterator[HostRendezvous]:
+def open_rendezvous(
+    job: Job, notify: Callable[[str], None], limit: float | None = None
+) -> Iterator[HostRendezvous]:
     """Open the rendezvous of this host; block until the host with the store is reachable.
 
     Args:
         job: The job to run.
         notify: A function that shows a sentence to the user, for example which host was rejected or
             is being waited for.
+        limit: The time to try to join again, in seconds; None for the timeout of the rendezvous,
+            if this host has not been in the job before.
 
     Raises:
         UsageError: A port is in use, or an interface does not exist.
@@ -114,7 +117,10 @@ def open_rendezvous(job: Job, notify: Callable[[str], None]) -> Iterator[HostRen
             "this job has no key, so anyone who can reach its rendezvous can join it; "
             "`phalanx key PATH` creates one for --key-file on all hosts"
         )
-    tunnel, store = _open_tunnel_server(job, notify) or _open_tunnel_client(job, notify)
+    hello = _make_hello(config)
+    tunnel, store = _open_tunnel_server(job, hello, notify) or _open_tunnel_client(
+        job, hello, notify, limit
+    )
     server = tunnel if isinstance(tunnel, TunnelServer) else None
     mode = "listen" if server else "connect"
     environment = {"PHALANX_TUNNEL_HOST": host, "PHALANX_RELAY": f"{mode}:{tunnel.relay_socket}"}
@@ -123,12 +129,15 @@ def open_rendezvous(job: Job, notify: Callable[[str], None]) -> Iterator[HostRen
             handler = _StaticRendezvous(config, store, notify, lambda: tunnel.rejection)
         else:
             handler = _make_dynamic_handler(config, store, notify)
-        yield HostRendezvous(handler, environment, tunnel.rank_store_port, store, server)
+        name = hello["id"]
+        yield HostRendezvous(handler, environment, tunnel.rank_store_port, store, server, name)
     finally:
         tunnel.close()
 
 
-def _open_tunnel_server(job: Job, notify: Callable[[str], None]) -> tuple[TunnelServer, Any] | None:
+def _open_tunnel_server(
+    job: Job, hello: dict[str, Any], notify: Callable[[str], None]
+) -> tuple[TunnelServer, Any] | None:
     """Open the store and its tunnel server if this host is to have them; otherwise return None."""
     config = job.config
     host, port = rendezvous_address(config)
@@ -139,7 +148,7 @@ def _open_tunnel_server(job: Job, notify: Callable[[str], None]) -> tuple[Tunnel
     if not address:
         raise UsageError(f"this machine has no route to {host}, the address of the rendezvous")
     store = host_store()
-    check = partial(_find_mismatch, _make_hello(config))
+    check = partial(_find_mismatch, hello)
     try:
         tunnel = TunnelServer(address, port, job.key or b"", store.port, check, notify)
     except OSError as error:
@@ -154,16 +163,19 @@ def _open_tunnel_server(job: Job, notify: Callable[[str], None]) -> tuple[Tunnel
     return tunnel, store
 
 
-def _open_tunnel_client(job: Job, notify: Callable[[str], None]) -> tuple[TunnelClient, Any]:
+def _open_tunnel_client(
+    job: Job, hello: dict[str, Any], notify: Callable[[str], None], limit: float | None
+) -> tuple[TunnelClient, Any]:
     """Connect to the tunnel server, and through it to the store, on the host that has them."""
     config = job.config
     host, port = rendezvous_address(config)
     local_address(host)  # checks PHALANX_INTERFACE once, before each rank does
-    tunnel = TunnelClient(host, port, job.key or b"", _make_hello(config), notify)
+    tunnel = TunnelClient(host, port, job.key or b"", hello, notify)
     try:
-        tunnel.connect(rendezvous_timeout(config))
-        limit = timedelta(seconds=read_timeout(config))
-        return tunnel, join_store(HOST, tunnel.store_port, limit)
+        seconds = rendezvous_timeout(config) if limit is None else limit
+        tunnel.connect(seconds, again=limit is not None)
+        timeout = timedelta(seconds=read_timeout(config))
+        return tunnel, join_store(HOST, tunnel.store_port, timeout)
     except BaseException:
         tunnel.close()
         raise
@@ -262,7 +274,7 @@ def _make_hello(config: LaunchConfig) -> dict[str, Any]:
     """Return the description of this host that the host with the store compares with its own."""
     return {
         "name": socket.gethostname(),
-        "id": _NAME,
+        "id": uuid.uuid4().hex,
         "number": config.rdzv_configs.get("rank", -1),
         "Phalanx": metadata.version("phalanx"),
         "torch": torch.__version__,
@@ -275,17 +287,17 @@ def _make_hello(config: LaunchConfig) -> dict[str, Any]:
 def _find_mismatch(own: dict[str, Any], other: dict[str, Any]) -> str:
     """Return why another host cannot join, in words that suit both hosts; empty if it can."""
     name, own_name = other.get("name"), own["name"]
-    for field in ("Phalanx", "torch"):
-        if other.get(field) != own[field]:
+    for each in ("Phalanx", "torch"):
+        if other.get(each) != own[each]:
             return (
-                f"{name} has {field} {other.get(field)}, but {own_name} has {own[field]}: install "
+                f"{name} has {each} {other.get(each)}, but {own_name} has {own[each]}: install "
                 "the same version on all hosts"
             )
-    for field in ("nnodes", "rdzv-id", "max-restarts"):
-        if other.get(field) != own[field]:
+    for each in ("nnodes", "rdzv-id", "max-restarts"):
+        if other.get(each) != own[each]:
             return (
-                f"{name} was given --{field} {other.get(field)}, but {own_name} was given "
-                f"{own[field]}: pass the same value on all hosts"
+                f"{name} was given --{each} {other.get(each)}, but {own_name} was given "
+                f"{own[each]}: pass the same value on all hosts"
             )
     return ""
 

@@ -6,12 +6,16 @@ and step IDs. `MASTER_ADDR` and `MASTER_PORT` override the address and the port 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import secrets
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch.distributed as dist
 from torch.distributed import default_pg_timeout
 
 from phalanx import env
@@ -24,6 +28,7 @@ from phalanx.launcher.store import (
     join_store,
     rendezvous_result,
 )
+from phalanx.system.polling import attempts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -32,11 +37,13 @@ if TYPE_CHECKING:
 # job get ports far apart, at multiples of the golden section of the range.
 _FIRST_PORT, _PORTS = 15000, 15000
 _STEPS_APART = 9271
+_STORE_ID = "phalanx/slurm/store_id"
 _ONE_NODE = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")
 _FIRST_NUMBER = re.compile(r"\[(\d+)[^\]]*\]")
 _LAST_NUMBER = re.compile(r"\[(?:[^\]]*[^\]\d])?(\d+)\]")
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_joined: set[bytes] = set()
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,7 @@ def rendezvous_handler(
     # not listen.
     host = step.host if step.node else _listen_address(step)
     store = (
-        join_store(host, step.port, timeout)
+        _join_new_store(host, step.port, timeout)
         if assignment.rank
         else _host_store(step, host, timeout)
     )
@@ -123,13 +130,39 @@ def rendezvous_handler(
 
 def _host_store(step: SlurmStep, address: str, timeout: timedelta) -> Any:
     try:
-        return host_store(step.port, host=address, timeout=timeout)
+        store = host_store(step.port, host=address, timeout=timeout)
     except OSError as error:
         raise UsageError(
             f"slurm://: rank 0 can't listen on port {step.port} of {step.host} "
             f"({os.strerror(error.errno or 0)}): set MASTER_PORT to a port that is free there, for "
             "all tasks"
         ) from None
+    store.set(_STORE_ID, secrets.token_hex(8))
+    return store
+
+
+def _join_new_store(host: str, port: int, timeout: timedelta) -> Any:
+    """Connect to a store of rank 0 that this process has not joined before.
+
+    All stores of a step have the same port. While rank 0 leaves a group, the store of that group
+    still answers the ranks that have already left it and begin the next rendezvous.
+
+    Raises:
+        torch.distributed.DistError: There is no such store within `timeout`.
+    """
+    end = time.monotonic() + timeout.total_seconds()
+    for _ in attempts(end):
+        # The old store may close between the two calls.
+        with contextlib.suppress(dist.DistNetworkError):
+            store = join_store(host, port, timedelta(seconds=max(1.0, end - time.monotonic())))
+            store_id = store.get(_STORE_ID)
+            if store_id not in _joined:
+                _joined.add(store_id)
+                return store
+    raise dist.DistStoreError(
+        f"slurm://: rank 0 did not host a store on port {port} of {host} within "
+        f"{timeout.total_seconds():g} s"
+    )
 
 
 def _listen_address(step: SlurmStep) -> str:

@@ -5,8 +5,8 @@ the launchers and ranks on the loopback interface, the relay of the ranks on a U
 tunnel server listens on the interface that faces the other hosts. It authenticates each client by
 the job's key (`phalanx.system.authentication`). Then the client sends a hello with its description
 and the service that it requests, and the server replies with an error or an empty text. After that
-the connection belongs to the requested service, and is not encrypted. Connections without the key
-are rejected.
+the connection belongs to the requested service, and is encrypted if the job has a key
+(`tunnel_encryption`; the relay encrypts by itself). Connections without the key are rejected.
 
 The tunnel client is the other end, on the other hosts. The launcher and the ranks of its host
 connect to it as if it were their stores and the relay. It forwards each connection to the
@@ -21,6 +21,7 @@ import json
 import os
 import secrets
 import socket
+import ssl
 import threading
 import time
 from collections import Counter
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.errors import LaunchError
 from phalanx.key import derive
 from phalanx.launcher.store import HOST, AttemptStores
+from phalanx.launcher.tunnel_encryption import encrypt, make_context
 from phalanx.system.authentication import (
     AuthenticationError,
     Handshake,
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 
     _Stream = tuple[StreamReader, StreamWriter]
 
-_PROTOCOL = b"phalanx tunnel 2\n"
+_PROTOCOL = b"phalanx tunnel 3\n"
 _MAX_HELLO_BYTES = 4096
 """The maximum size of a hello, in bytes."""
 _HANDSHAKE_SECONDS = 10.0
@@ -162,6 +164,7 @@ class TunnelServer(_Tunnel):
         listener = socket.create_server((address, port), family=family, backlog=512)
         super().__init__(_SERVER_CLOSE_TIMEOUT)
         self._key = key
+        self._encryption = make_context(key, is_server=True) if key else None
         self._store_port = store_port
         self._check = check
         self._notify = notify
@@ -204,8 +207,14 @@ class TunnelServer(_Tunnel):
         except LookupError as error:
             send_reply(writer, str(error))
             return
-        send_reply(writer, "")
+        await self._accept(writer, service)
         await _splice((reader, writer), target)
+
+    async def _accept(self, writer: StreamWriter, service: object) -> None:
+        send_reply(writer, "")
+        if self._encryption is not None and service != "relay":
+            handshake = encrypt(writer, self._encryption, is_server=True)
+            await asyncio.wait_for(handshake, _HANDSHAKE_SECONDS)
 
     async def _open_target(self, service: object, attempt: object) -> _Stream:
         """Connect to a service on this host; raise `LookupError` if there is none.
@@ -236,6 +245,9 @@ class TunnelServer(_Tunnel):
         number = hello.get("number")
         if not isinstance(number, int) or number < 0:  # the rendezvous assigns the numbers
             number = None
+        elif number in self._hosts and hello.get("again"):
+            send_reply(writer, "its old connection is not lost yet", again=True)
+            return
         elif number == 0 or number in self._hosts:
             reason = (
                 f"host number {number} is taken by "
@@ -248,7 +260,7 @@ class TunnelServer(_Tunnel):
         else:
             self._hosts[number] = peer
         try:
-            send_reply(writer, "")
+            await self._accept(writer, "join")
             with contextlib.suppress(OSError):
                 await reader.read()
             self.on_host_lost(str(hello.get("id")), str(hello.get("name")))
@@ -288,6 +300,7 @@ class TunnelClient(_Tunnel):
     ) -> None:
         super().__init__(_CLIENT_CLOSE_TIMEOUT)
         self._host, self._port, self._key, self._hello = host, port, key, hello
+        self._encryption = make_context(key, is_server=False) if key else None
         self._notify = notify
         self._membership: StreamWriter | None = None
         self.store_port = 0
@@ -300,16 +313,18 @@ class TunnelClient(_Tunnel):
         self._attempt = attempt
         return self._rank_store_port
 
-    def connect(self, seconds: float) -> None:
+    def connect(self, seconds: float, *, again: bool = False) -> None:
         """Join the job and start to forward connections; block until the server is reachable.
 
         Args:
             seconds: The limit of the wait, in seconds.
+            again: True if this host has been in the job before. It tries again then while its
+                number is taken, which it is until the server notices the loss of its connection.
 
         Raises:
             LaunchError: The server was not reachable in time, or rejects this host.
         """
-        self._call(self._connect(seconds))
+        self._call(self._connect(seconds, again=again))
 
     def close(self) -> None:
         """Leave the job, stop listening and close all connections."""
@@ -317,12 +332,14 @@ class TunnelClient(_Tunnel):
             self._loop.call_soon_threadsafe(self._membership.close)
         super().close()
 
-    async def _connect(self, seconds: float) -> None:
+    async def _connect(self, seconds: float, *, again: bool) -> None:
         end, notice_time = time.monotonic() + seconds, time.monotonic() + _NOTICE_SECONDS
         while True:
             try:
-                _, self._membership = await self._open_service("join")
+                _, self._membership = await self._open_service("join", again=again)
                 break
+            except NotYetError as refusal:
+                reason = str(refusal)
             except RejectedError as rejection:
                 raise LaunchError(f"can't join the job at {self._server}: {rejection}") from None
             except UnicodeError:
@@ -371,7 +388,7 @@ class TunnelClient(_Tunnel):
                 await asyncio.sleep(_RETRY_SECONDS)
         await _splice((reader, writer), stream)
 
-    async def _open_service(self, service: str) -> _Stream:
+    async def _open_service(self, service: str, *, again: bool = False) -> _Stream:
         """Open a connection to a service behind the server."""
         connecting = asyncio.open_connection(
             self._host, self._port, limit=_BUFFER_SIZE, happy_eyeballs_delay=_NEXT_ADDRESS_SECONDS
@@ -381,11 +398,20 @@ class TunnelClient(_Tunnel):
             _enable_keepalive(writer)
             if service != "relay":  # a reader behind the relay may pause
                 _set_user_timeout(writer)
-            hello = {**self._hello, "service": service}
+            hello = {**self._hello, "service": service, "again": again}
             if service == "ranks":
                 hello["attempt"] = self._attempt
             handshake = authenticate_to_server(reader, writer, self._key, hello)
             await asyncio.wait_for(handshake, _HANDSHAKE_SECONDS)
+            if self._encryption is not None and service != "relay":
+                handshake = encrypt(writer, self._encryption, is_server=False)
+                await asyncio.wait_for(handshake, _HANDSHAKE_SECONDS)
+        except ssl.SSLError as error:
+            writer.close()
+            raise RejectedError(
+                f"the connection can't be encrypted ({error.reason}): another program may change "
+                "what the hosts send, or a host lacks TLS 1.3"
+            ) from None
         except BaseException:
             writer.close()
             raise
@@ -407,6 +433,8 @@ async def _splice(one: _Stream, other: _Stream) -> None:
     finally:
         for _, writer in (one, other):
             writer.close()
+    for _, writer in (one, other):  # what is on its way may still have to be encrypted
+        await writer.wait_closed()
 
 
 async def _copy(reader: StreamReader, writer: StreamWriter) -> None:
@@ -415,6 +443,8 @@ async def _copy(reader: StreamReader, writer: StreamWriter) -> None:
         await writer.drain()
     if writer.can_write_eof():
         writer.write_eof()
+    else:  # one direction of an encrypted connection cannot end alone
+        writer.close()
 
 
 def _enable_keepalive(writer: StreamWriter) -> None:
@@ -441,6 +471,10 @@ class RejectedError(Exception):
     """The peer is not the tunnel server of this job, or rejects this host; the message says why."""
 
 
+class NotYetError(Exception):
+    """The tunnel server does not admit this host yet."""
+
+
 class HandshakeError(Exception):
     """The peer does not have the key, or does not follow the protocol."""
 
@@ -464,9 +498,15 @@ async def authenticate_client(
     return await _receive(reader)
 
 
-def send_reply(writer: StreamWriter, error: str) -> None:
-    """Reply to a client's hello with an error; empty if the hello is accepted."""
-    _send(writer, {"error": error})
+def send_reply(writer: StreamWriter, error: str, *, again: bool = False) -> None:
+    """Reply to a client's hello.
+
+    Args:
+        writer: The connection.
+        error: Why it is not accepted; empty if it is.
+        again: Whether the client is to try again.
+    """
+    _send(writer, {"error": error, "again": again})
 
 
 async def authenticate_to_server(
@@ -476,6 +516,7 @@ async def authenticate_to_server(
 
     Raises:
         RejectedError: The server rejects this host, or is not the one of this job.
+        NotYetError: The server does not admit this host yet.
         EOFError: The server has closed the connection.
         OSError: The connection is broken.
     """
@@ -497,7 +538,8 @@ async def authenticate_to_server(
     except HandshakeError as error:
         raise RejectedError(f"{error}") from None
     if reply.get("error"):
-        raise RejectedError(str(reply["error"]))
+        kind = NotYetError if reply.get("again") else RejectedError
+        raise kind(str(reply["error"]))
 
 
 def make_handshake(key: bytes, *, is_initiator: bool) -> Handshake:

@@ -35,6 +35,7 @@ from phalanx.observe.diagnosis.mismatches import find_incomplete_messages
 from phalanx.observe.diagnosis.pending_calls import calls_as_json, format_call_lines
 from phalanx.observe.escape import escape
 from phalanx.observe.exit_reasons import get_clock_offset, get_phalanx_error
+from phalanx.system.processes import describe_exit
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -49,6 +50,8 @@ VERSION = 1
 _WIDE = 1000
 _NO_FAILURE = ("running", "ended")
 
+_MOST_REPLACED = 8
+"""The number of replaced processes that are listed, the newest."""
 _FOLD_FROM = 9
 """Number of ranks from which on ranks in the same state share a row."""
 _MAX_ROWS = 64
@@ -80,7 +83,7 @@ def explain(job: Job) -> RenderableType:
     if others := describe_other_jobs(job, "explain"):
         parts.append(Text(f"{others}\n", "yellow"))
     parts.append(Text(first, "bold green" if diagnosis.kind in _NO_FAILURE else "bold red"))
-    parts += [Text(sentence) for sentence in rest]
+    parts += [Text(sentence) for sentence in [*rest, *_describe_replaced(job)]]
     if graph.ranks:
         caption = "" if graph.first_failure is None else "\nRanks at the time of the failure:"
         parts += [Text(caption), _build_table(diagnosis)]
@@ -125,6 +128,15 @@ def as_json(job: Job) -> dict[str, Any]:
             "started": job.started if job.started and math.isfinite(job.started) else None,
             "world_size": job.world_size,
             "attempt": job.attempt,
+            "replaced": [
+                {
+                    "rank": each.rank,
+                    "pid": each.start.pid,
+                    "code": each.start.code,
+                    "ended": each.start.ended,
+                }
+                for each in job.replaced
+            ],
             "running": job.running,
             "code": job.code,
             "other_jobs": list(job.other_jobs),
@@ -158,7 +170,22 @@ def _format_headline(job: Job) -> str:
             began = f", started {datetime.fromtimestamp(job.started):%Y-%m-%d %H:%M:%S}"
     ranks = f"{len(job.ranks)} rank{'s' if len(job.ranks) != 1 else ''}"
     attempt = f", attempt {job.attempt + 1}" if job.attempt else ""
+    attempt += f", {len(job.replaced)} replaced" if job.replaced else ""
     return f"Job {escape(job.name, 80)} ({ranks}{attempt}{began}, {state}): {command}\n"
+
+
+def _describe_replaced(job: Job) -> list[str]:
+    """Return a sentence for each of the newest processes that were lost and replaced."""
+    sentences = [
+        f"Earlier, rank {rank} (pid {start.pid}) "
+        f"{'was lost' if start.code is None else describe_exit(start.code)}"
+        f"{'' if start.ended is None else f' at {format_time(int(start.ended * 1e9))}'}, and was "
+        "replaced."
+        for rank, start in ((each.rank, each.start) for each in job.replaced[-_MOST_REPLACED:])
+    ]
+    if more := len(job.replaced) - len(sentences):
+        sentences.insert(0, f"Earlier, {more} other processes were lost and replaced.")
+    return sentences
 
 
 def _to_unix(graph: WaitForGraph, time: int) -> float | None:

@@ -28,6 +28,7 @@ from phalanx.observe.job_directory import (
     list_running_jobs,
 )
 from phalanx.observe.recorder_reader import build_rank, ended_well, read_recorder
+from phalanx.system.processes import StatField, read_stat
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -71,6 +72,7 @@ class JobSummary:
         world_size: The number of ranks; 0 if unknown.
         command: The command line that started it.
         path: The path of its directory.
+        replaced: The number of processes of ranks that were lost and replaced.
         problems: Descriptions of data that could not be read.
     """
 
@@ -80,6 +82,7 @@ class JobSummary:
     world_size: int
     command: tuple[str, ...]
     path: str
+    replaced: int
     problems: tuple[str, ...]
 
 
@@ -139,6 +142,7 @@ def read_job_directory(job: JobDirectory, history: int = HISTORY) -> model.Job:
         description.launcher,
         launcher_log.code is None and location.is_gone(description.launcher, description.started),
         workers=workers,
+        replaced=tuple(launcher_log.replaced),
     )
 
 
@@ -155,7 +159,14 @@ def read_summary(job: JobDirectory) -> JobSummary:
         state = "finished" if well else "failed"
     size = launcher_log.world_size or description.world_size
     return JobSummary(
-        job.name, state, description.started, size, description.command, job.path, tuple(problems)
+        job.name,
+        state,
+        description.started,
+        size,
+        description.command,
+        job.path,
+        len(launcher_log.replaced),
+        tuple(problems),
     )
 
 
@@ -303,6 +314,7 @@ class _LauncherLog:
     """The launcher's log: the newest start of each rank, by rank, and the job's exit code."""
 
     starts: dict[int, model.Start] = field(default_factory=dict)
+    replaced: list[model.ReplacedProcess] = field(default_factory=list)
     attempt: int = 0
     world_size: int = 0
     code: int | None = None
@@ -372,6 +384,8 @@ def _apply_event(log: _LauncherLog, event: dict[str, Any]) -> bool:
         attempt = _get_whole(event, "attempt", 0)
         if attempt != log.attempt:  # the ranks of the previous attempt are gone
             log.starts.clear()
+        elif rank in log.starts:
+            log.replaced.append(model.ReplacedProcess(rank, log.starts[rank]))
         log.attempt = attempt
         log.world_size = _get_whole(event, "world_size", 0)
         log.starts[rank] = model.Start(pid, time)
@@ -471,15 +485,11 @@ def read_process_stat(pid: int) -> ProcessStat | None:
     If /proc hides the processes of other users (`hidepid`), a hidden pid has been reused by another
     user's process: it is no longer the rank's.
     """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
+    fields = read_stat(pid)
+    if fields is None:
         return None
-    # The second field is the program's name in parentheses, which may contain any character.
-    fields = text[text.rindex(b")") + 2 :].split()
-    state = _PROCESS_STATES.get(fields[0].decode(), "sleeping")
-    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    memory = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+    state = _PROCESS_STATES.get(fields[StatField.STATE].decode(), "sleeping")
+    started = int(fields[StatField.START]) / os.sysconf("SC_CLK_TCK")
+    memory = int(fields[StatField.RESIDENT_PAGES]) * os.sysconf("SC_PAGE_SIZE")
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - started
     return ProcessStat(model.Process(state, memory), age)

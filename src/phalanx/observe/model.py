@@ -37,6 +37,7 @@ class Operation:
         waiting_for: The rank waited for now or, once ended, for the longest time; -1 for no wait.
         outcome: "ok", or the error code ("peer_lost", "mismatch", "timeout", ...).
         thread: 0 for the process's main thread, 1 for the group's thread, 2 for any other.
+        progress: The percentage that is done of a large operation between hosts; 0 if unknown.
     """
 
     number: int
@@ -54,6 +55,7 @@ class Operation:
     waiting_for: int = -1
     outcome: str = "ok"
     thread: int = 0
+    progress: int = 0
 
     @property
     def is_message(self) -> bool:
@@ -100,6 +102,21 @@ class Group:
     left: bool = False
     left_at: str = ""
     abort_reason: str = ""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The link from a rank to another host.
+
+    Attributes:
+        host: The name of the other host.
+        now: The bytes that the rank has sent to it and received, and the time of the last of them.
+        earlier: The same some seconds before.
+    """
+
+    host: str
+    now: tuple[int, int, int]
+    earlier: tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -164,6 +181,7 @@ class Rank:
         process: The state of its process; None if the process is not visible from this machine.
         main_thread_wait: The number of the operation of a group's thread that the main thread waits
             for; 0 for none.
+        links: The links to other hosts.
         problem: The reason why its recorder cannot be read; empty if it can, or if there is none.
     """
 
@@ -185,6 +203,7 @@ class Rank:
     process: Process | None = None
     problem: str = ""
     main_thread_wait: int = 0
+    links: tuple[Link, ...] = ()
 
     @property
     def records(self) -> tuple[Operation, ...]:
@@ -249,6 +268,19 @@ class Worker:
 
 
 @dataclass(frozen=True)
+class ReplacedProcess:
+    """A process of a rank that was lost, and whose place another process took.
+
+    Attributes:
+        rank: The number of the rank in the job.
+        start: The launcher's record of the process.
+    """
+
+    rank: int
+    start: Start
+
+
+@dataclass(frozen=True)
 class Job:
     """A job: all information in its directory.
 
@@ -268,6 +300,7 @@ class Job:
         launcher_lost: Whether the launcher is gone without a record that the job has ended.
         other_jobs: The names of other running jobs, if this one was not selected by name.
         workers: The RPC workers among its processes, with their pending calls.
+        replaced: The processes of ranks that were replaced, oldest first.
     """
 
     name: str
@@ -285,6 +318,7 @@ class Job:
     launcher_lost: bool = False
     other_jobs: tuple[str, ...] = ()
     workers: tuple[Worker, ...] = ()
+    replaced: tuple[ReplacedProcess, ...] = ()
 
     @property
     def running(self) -> bool:

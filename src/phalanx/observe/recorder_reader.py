@@ -66,6 +66,7 @@ def build_rank(recorder: dict[str, Any], start: model.Start | None = None) -> mo
         open=tuple(model.Operation(**operation) for operation in recorder["open"]),
         history=tuple(model.Operation(**operation) for operation in recorder["done"]),
         reports=tuple(model.Report(*report) for report in recorder["reports"]),
+        links=tuple(model.Link(**link) for link in recorder["links"]),
         start=start,
     )
 

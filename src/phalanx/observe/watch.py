@@ -26,6 +26,8 @@ WINDOW = 5.0
 _OPERATIONS = 8192
 """Target for the total number of ended operations, so that many ranks can be read quickly."""
 
+_IDLE_SECONDS = 10.0
+"""The time without a completed transfer after which a link counts as idle, in seconds."""
 NOTICED = 0.05
 """Shares of time below this value are considered noise."""
 
@@ -123,11 +125,33 @@ class Straggler:
 
 
 @dataclass(frozen=True)
+class LinkUse:
+    """The use of the link from a host to another one, by all live ranks of the host.
+
+    Attributes:
+        host: The name of the host.
+        peer: The name of the other host.
+        sent: The bytes sent so far.
+        received: The bytes received so far.
+        send_rate: The bytes sent per second, over the last seconds.
+        receive_rate: The bytes received per second.
+    """
+
+    host: str
+    peer: str
+    sent: int
+    received: int
+    send_rate: float
+    receive_rate: float
+
+
+@dataclass(frozen=True)
 class View:
     """All ranks at one moment.
 
     Attributes:
         rows: The ranks, in order.
+        links: The links between hosts, by name.
         balance: "straggler": a rank delays others; "balanced": ranks wait for each other equally;
             "stuck": all live ranks only wait; "no_waits": no rank waits noticeably; "single_rank":
             there is one rank; "ended": no rank is alive.
@@ -136,6 +160,7 @@ class View:
     """
 
     rows: tuple[Row, ...]
+    links: tuple[LinkUse, ...]
     balance: Balance
     straggler: Straggler | None
     max_share: float
@@ -162,7 +187,27 @@ def build_view(job: Job, window: float = WINDOW) -> View:
     alive = [row for row in rows if row.is_alive and row.waiting is not None]
     max_share = max((row.waiting or 0.0 for row in alive), default=0.0)
     straggler = _find_straggler(rows, alive)
-    return View(rows, _judge_balance(rows, alive, straggler, max_share), straggler, max_share)
+    balance = _judge_balance(rows, alive, straggler, max_share)
+    return View(rows, _measure_links(job, rows), balance, straggler, max_share)
+
+
+def _measure_links(job: Job, rows: Sequence[Row]) -> tuple[LinkUse, ...]:
+    uses: dict[tuple[str, str], LinkUse] = {}
+    for rank, row in zip(job.ranks, rows, strict=True):
+        for link in rank.links if row.is_alive else ():
+            key = rank.host, link.host
+            before = uses.get(key, LinkUse(*key, 0, 0, 0.0, 0.0))
+            (sent, received, last), earlier = link.now, link.earlier
+            is_idle = job.now - last > _IDLE_SECONDS * 1e9
+            seconds = math.inf if is_idle else max(job.now - earlier[2], 1) / 1e9
+            uses[key] = LinkUse(
+                *key,
+                before.sent + sent,
+                before.received + received,
+                before.send_rate + max(sent - earlier[0], 0) / seconds,
+                before.receive_rate + max(received - earlier[1], 0) / seconds,
+            )
+    return tuple(uses[key] for key in sorted(uses))
 
 
 def get_outcome(job: Job) -> tuple[bool, str] | None:
@@ -203,9 +248,11 @@ def as_json(job: Job, view: View) -> dict[str, Any]:
         "code": job.code,
         "attempt": job.attempt,
         "world_size": job.world_size,
+        "replaced": len(job.replaced),
         "balance": view.balance,
         "straggler": straggler and asdict(straggler),
         "ranks": [_row_as_json(row) for row in view.rows],
+        "links": [asdict(link) for link in view.links],
         "problems": list(job.problems),
     }
 

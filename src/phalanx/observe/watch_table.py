@@ -35,6 +35,10 @@ _WIDE = 100
 _FOLDS = 4
 """Maximum number of lines for ranks without a line of their own."""
 _NOTES = 3
+_LINKS = 8
+"""Maximum number of lines for links between hosts."""
+_HOST = 40
+"""Maximum number of characters of a host's name."""
 _NOTE = 60
 """Maximum number of characters of a rank's note."""
 _NARROWEST = 12
@@ -75,7 +79,7 @@ def render(job: Job, view: View, console: Console, height: int | None = None) ->
         height: The available number of lines; None for no limit.
     """
     above = [_build_title(job, console.width), describe_balance(job, view)]
-    below = _build_notes(job, view)
+    below = [*_build_links(view), *_build_notes(job, view)]
     room = None
     if height is not None:
         taken = sum(len(text.wrap(console, console.width)) for text in (*above, *below))
@@ -146,7 +150,8 @@ def describe_activity(row: Row) -> str:
         return ", ".join([*last, *note])
     if activity.under_way:
         peer = [f"waits for {activity.waits_for}"] if activity.waits_for >= 0 else []
-        parts = [shown, *peer, duration, *note, *details]
+        progress = [f"{operation.progress}% done"] if operation and operation.progress else []
+        parts = [shown, *progress, *peer, duration, *note, *details]
     else:
         parts = ["own code", duration, *note, *after]
     if activity.num_other_operations:
@@ -198,6 +203,8 @@ def _build_title(job: Job, width: int) -> Text:
         parts.append(format_duration(job.now - min(opened)))
     if job.attempt:
         parts.append(f"attempt {job.attempt + 1}")
+    if job.replaced:
+        parts.append(f"{len(job.replaced)} replaced")
     return Text(" · ".join(parts), style="bold")
 
 
@@ -214,6 +221,30 @@ def _build_notes(job: Job, view: View) -> list[Text]:
             "No progress is reported. To show it here, call phalanx.report(step=..., loss=...)."
         )
     return [Text(text, style="dim") for text in texts]
+
+
+def _build_links(view: View) -> list[Text]:
+    """Return a line for each link to another host, those that send most first."""
+    links = sorted(view.links, key=lambda link: -link.send_rate)
+    has_several_hosts = len({link.host for link in links}) > 1
+    lines = [
+        f"Link {f'from {escape(link.host, _HOST)} ' if has_several_hosts else ''}"
+        f"to {escape(link.peer, _HOST)}: "
+        f"sends {_format_bytes(link.send_rate)}/s, receives {_format_bytes(link.receive_rate)}/s; "
+        f"so far {_format_bytes(link.sent)} and {_format_bytes(link.received)}"
+        for link in links
+    ]
+    if len(lines) > _LINKS:
+        lines[_LINKS - 1 :] = [f"... and {len(lines) - _LINKS + 1} more links"]
+    return [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
+
+
+def _format_bytes(value: float) -> str:
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= 0.9995 * limit:
+            digits = f"{value / limit:.3g}"
+            return f"{digits if 'e' not in digits else round(value / limit)} {unit}"
+    return f"{value:.0f} B"
 
 
 def _build_table(view: View, rows: Sequence[Row], width: int, wrap: bool) -> Table:

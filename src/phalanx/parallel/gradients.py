@@ -61,9 +61,17 @@ def average_gradients(
     scale = _scale(group, weight)
     gradients = [_scaled_gradient(parameter, scale) for parameter in trainable]
     # The presence of gradients is part of the first bucket, one element for each parameter, which
-    # saves a message.
+    # saves a message. If that is compressed, it must be exact, and not spoil a block of gradients.
     present = trainable[0].new_tensor([parameter.grad is not None for parameter in trainable])
-    for bucket in _buckets([present, *gradients], bucket_bytes):
+    target = dist.group.WORLD if group is None else group
+    link = getattr(target, "link", None)
+    if link is not None and link.compress:
+        dist.all_reduce(flags := present.double(), group=group)
+        present.copy_(flags)
+        buckets = _buckets(gradients, bucket_bytes)
+    else:
+        buckets = _buckets([present, *gradients], bucket_bytes)
+    for bucket in buckets:
         run_packed(dist.all_reduce, bucket, group=group)
     if any(parameter.grad is None for parameter in trainable):
         _set_missing_gradients(trainable, gradients, present.tolist())

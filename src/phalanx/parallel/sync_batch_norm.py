@@ -165,7 +165,7 @@ def _global_statistics(input: Tensor, group: dist.ProcessGroup) -> tuple[Tensor,
     channels = input.shape[1]
     values = input.detach().transpose(0, 1).reshape(channels, -1)
     values = values.to(torch.promote_types(input.dtype, torch.float32))
-    local = torch.zeros(2 * channels + 1, dtype=torch.float64)
+    local = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
     count = values.shape[1]
     if count:
         mean = values.mean(1)

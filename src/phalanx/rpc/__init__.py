@@ -15,9 +15,11 @@ The modules, from the bottom up:
 - `peer` (another worker), `pickling`, `codec` (messages with their tensors) and `call_log`
   (unanswered calls, for `phalanx explain`)
 - `agent` (this worker) and `server` (execution of requests)
+- `dynamic_group` (groups whose workers join and leave)
 - `calls` (for users)
 - `autograd` (gradients through calls)
 - `rref`, `init`, `remote_module` and `optimizer` (for users)
+- `shared_embedding` (remote embedding modules that are read in shared memory)
 
 A call passes from `calls` through `agent` and `peer` to `codec`, which uses `pickling` and
 `message`, and then through a connection (`local_connection`) to the other worker. There

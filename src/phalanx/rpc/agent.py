@@ -25,7 +25,7 @@ from phalanx.rpc.event_loop import Reactor
 from phalanx.rpc.functions import CallFuture
 from phalanx.rpc.local_connection import HANDSHAKE_TIMEOUT, LocalConnection, connect
 from phalanx.rpc.message import Frames, Kind, Malformed, Message, TensorDescriptor, parse
-from phalanx.rpc.peer import Peer, PendingFuture
+from phalanx.rpc.peer import Peer, Peers, PendingFuture
 from phalanx.rpc.pickling import AutogradHook
 from phalanx.rpc.reference_counting import (
     OwnedValues,
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("phalanx.rpc")
 _LEAVE_SECONDS = 1.0
+_LOST_SECONDS = 10.0
+"""Seconds after which no thread waits for a lost worker any more."""
 _CALLS = frozenset((Kind.CALL, Kind.REMOTE, Kind.FETCH))
 UNSET = -1.0
 """The timeout that stands for the one given to `init_rpc`."""
@@ -67,13 +69,16 @@ class Agent:
     ) -> None:
         self.info, self.id, self.timeout = info, info.id, timeout
         self.shm_sender, self._key, self.autograd_hook = shm_sender, key, autograd_hook
-        self.peers: list[Peer] = []
-        self.by_name: dict[str, Peer] = {}
+        self.peers = Peers()
         self.owned_values = OwnedValues()
         self.loss_listeners: list[Callable[[int, str], None]] = []
         """Functions to call, in an RPC thread, with the id of each lost worker and the reason."""
         self.on_arrival: Callable[..., None] | None = None
         """On worker 0: called when a worker arrives (`WorkerBarrier.arrive`)."""
+        self.store: Any = None
+        """A store that all workers share, with entries of this group only."""
+        self.publish_leave: Callable[[], None] | None = None
+        """In a group without a fixed size: publishes that this worker has left."""
         self.on_close: list[Callable[[], None]] = []
         """Functions that `close` calls once nothing is executed any more."""
         self.is_closed = False
@@ -107,14 +112,31 @@ class Agent:
 
     def start(self, peers: list[Peer]) -> None:
         """Start to execute the requests of other workers."""
-        self.peers, self.by_name = peers, {peer.info.name: peer for peer in peers}
         for peer in peers:
-            if peer.is_local:
-                self.reactor.watch(peer.pidfd, partial(self._on_death, peer))
-            else:
-                self._connect(peer)  # when it ends, the worker is lost
+            self.add_peer(peer)
         self.reactor.threads.start()
-        self.call_log.start(self.info, peers)
+        self.call_log.start(self.info, self.peers)
+
+    def add_peer(self, peer: Peer) -> None:
+        """Add a worker and watch for its loss."""
+        for old in self.peers:
+            if old.lost_at < time.monotonic() - _LOST_SECONDS:
+                self._release(old)
+        self.peers.add(peer)
+        if peer.loss_reason:
+            return
+        if peer.is_local:
+            self.reactor.watch(peer.pidfd, partial(self._on_death, peer))
+        else:
+            self._connect(peer)  # when it ends, the worker is lost
+
+    def _release(self, peer: Peer) -> None:
+        """Close the descriptors of a worker that was lost so long ago that no thread polls them."""
+        connection = peer.async_connection
+        descriptors = [peer.pidfd, *(() if connection is None else connection.descriptors)]
+        for descriptor in descriptors:
+            self.reactor.unwatch(descriptor)
+        peer.close()
 
     def close(self, graceful: bool) -> None:
         """Leave RPC: pending calls fail, and sent messages have two seconds to go out."""
@@ -148,11 +170,9 @@ class Agent:
             UsageError: There is no such worker.
         """
         to = getattr(to, "id", to)
-        if isinstance(to, str) and to in self.by_name:
-            return self.by_name[to]
-        if isinstance(to, int) and 0 <= to < len(self.peers):
-            return self.peers[to]
-        names = ", ".join(repr(name) for name in self.by_name)
+        if isinstance(to, str | int) and (peer := self.peers.find(to)) is not None:
+            return peer
+        names = ", ".join(repr(peer.info.name) for peer in self.peers)
         raise UsageError(f"could not find destination {to!r}: the workers are {names}")
 
     def begin(
@@ -166,7 +186,7 @@ class Agent:
             PeerLost: The worker is dead or has left.
             CallTimeout: The worker does not read the message within `timeout` seconds.
         """
-        peer.check()
+        peer.check(description)
         end = time.monotonic() + (timeout or math.inf)
         call = next(self._calls)
         try:
@@ -221,7 +241,7 @@ class Agent:
         end = now + (timeout or math.inf)
         future = CallFuture()
         try:
-            peer.check()
+            peer.check(description)
             self._connect(peer, end)
         except OSError:  # sending detects it
             pass
@@ -365,14 +385,14 @@ class Agent:
         except CopyTimeout:
             raise pending.timeout_error() from None
         except TensorsUnavailable as error:
-            if error.__cause__ is None and peer.is_dying():  # the callee has not raised it
+            if error.__cause__ is None and peer.is_ending():  # the callee has not raised it
                 raise self.loss_error(peer, pending.description) from None
             raise
 
     def parse(self, frames: Frames) -> Message | None:
         """Return the parsed message; log a malformed one and return None."""
         try:
-            return parse(*frames, len(self.peers))
+            return parse(*frames, self.peers)
         except Malformed as error:
             self.log_malformed(error)
             return None

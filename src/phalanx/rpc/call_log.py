@@ -20,12 +20,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from phalanx.observe.job_directory import CALL_LOG_VERSION, JobDirectory
 from phalanx.observe.recorder import get_job_directory
-from phalanx.rpc.peer import Peer
+from phalanx.rpc.peer import Peers
 from phalanx.rpc.workers import WorkerInfo
 
 _WRITE_SECONDS = 1.0
@@ -45,13 +45,13 @@ class CallLog:
     def __init__(self) -> None:
         self.outgoing: dict[int, tuple[int, str, float]] = {}
         self.incoming: dict[tuple[int, int], float] = {}
-        self._peers: Sequence[Peer] = ()
+        self._peers = Peers()
         self._directory: JobDirectory | None = None
         self._file = f"{os.getpid()}.calls"
         self._written: dict[str, Any] = {}
         self._stopped = threading.Event()
 
-    def start(self, own: WorkerInfo, peers: Sequence[Peer]) -> None:
+    def start(self, own: WorkerInfo, peers: Peers) -> None:
         """Start to write the file, if this process has a directory of its job."""
         self._own, self._peers, self._directory = own, peers, get_job_directory()
         if self._directory is not None:

@@ -121,6 +121,9 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 def get_worker_infos() -> list[WorkerInfo]:
     """Return the names and ids of all workers, ordered by id.
 
+    In a group without a fixed size these are the workers that are known to be there; others may
+    just be joining.
+
     Raises:
         UsageError: RPC is not initialized.
 
@@ -128,7 +131,9 @@ def get_worker_infos() -> list[WorkerInfo]:
         >>> [worker.name for worker in rpc.get_worker_infos()]
         ['ps']
     """
-    return [peer.info for peer in agent().peers]
+    peers = agent().peers
+    infos = [peer.info for peer in peers if not (peers.may_grow and peer.loss_reason)]
+    return sorted(infos, key=lambda info: info.id)
 
 
 def get_rpc_timeout() -> float:

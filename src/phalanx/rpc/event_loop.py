@@ -132,9 +132,9 @@ class Reactor:
         self._epoll.register(fd, select.EPOLLIN)
 
     def unwatch(self, fd: int) -> None:
-        """Stop watching a descriptor."""
-        del self._handlers[fd]
-        self._epoll.unregister(fd)
+        """Stop watching a descriptor, if it is watched."""
+        if self._handlers.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
 
     def submit(self, *work: Callable[[], None]) -> None:
         """Queue work for the leader, from a handler or from any thread.

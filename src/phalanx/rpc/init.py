@@ -6,6 +6,7 @@ The options have PyTorch's names, so that scripts for its RPC run with only the 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import enum
 import itertools
 import math
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from phalanx.observe import exception_hook, recorder
 from phalanx.rpc import workers
 from phalanx.rpc.agent import Agent, agent, agent_or_none, set_agent
 from phalanx.rpc.autograd.graph import AutogradGraph, PeerGraphs
+from phalanx.rpc.dynamic_group import DynamicGroup, has_members, wait_until_idle
 from phalanx.rpc.functions import end_at_first_failure
 from phalanx.rpc.local_connection import HANDSHAKE_TIMEOUT
 from phalanx.rpc.message import Kind
@@ -39,6 +42,13 @@ from phalanx.system.polling import wait_until
 
 _INIT_SECONDS = 300.0
 _EXIT_MILLISECONDS = 5000
+_LEAVE_SECONDS = 1.0
+_STATIC, _DYNAMIC = "phalanx-rpc", "phalanx-rpc-dynamic"
+"""The prefixes of the entries in the store of groups with a fixed size and without one."""
+_RUNNING = f"{_STATIC}/running"
+"""An entry that exists while there is a group with a fixed size."""
+_MANY = 2
+"""Stands for the number of workers of a group in which it is not fixed."""
 _init_numbers = itertools.count(1)
 """The numbers of the calls of `init_rpc`, which keep the entries of each in the store apart."""
 _stores: list[Any] = []
@@ -169,12 +179,18 @@ def init_rpc(
     `RANK` and `WORLD_SIZE`, as `phalanx run` and torchrun set them. Another
     `rpc_backend_options.init_method` is used whether or not there is a process group.
 
+    In a group without a fixed size, workers join and leave at any time. Joining blocks until all
+    workers that are already there know this one. It ends with `shutdown`, which then does not wait
+    for the others.
+
     Args:
-        name: This worker's name, unique among all workers, of 1 to 127 characters.
+        name: This worker's name, unique among all workers, of 1 to 127 characters. The name of a
+            lost worker may be used again.
         backend: A member of `BackendType`, as in PyTorch; all mean the same.
-        rank: This worker's id; by default its rank in the process group, or `RANK`.
+        rank: This worker's id; by default its rank in the process group, or `RANK`. In a group
+            without a fixed size, a worker whose rank another one had before has a new id.
         world_size: The number of workers; by default the size of the process group, or
-            `WORLD_SIZE`.
+            `WORLD_SIZE`. 0 means that it is not fixed; so does the default if there is neither.
         rpc_backend_options: `RpcBackendOptions` or `TensorPipeRpcBackendOptions`.
         timeout: Seconds to wait for the other workers.
 
@@ -198,22 +214,30 @@ def init_rpc(
     shm_sender = ShmSender()
     try:
         own = workers.make_record(name, shm_sender)
-        store, rank, world_size = _rendezvous(options.init_method, rank, world_size)
-        store = PrefixStore(f"phalanx-rpc/{next(_init_numbers)}", store)
-        key = _key(store, rank, world_size, own, timeout)
+        store, rank, size = _rendezvous(options.init_method, rank, world_size)
+        group, shared = None, store
+        if size:
+            store = PrefixStore(f"{_STATIC}/{next(_init_numbers)}", shared)
+        else:
+            store = PrefixStore(_DYNAMIC, shared)
+            group = DynamicGroup(store, own, rank)
+            rank = group.id
+        key = _key(shared, store, rank, size, own, timeout)
     except BaseException:
         shm_sender.close()
         raise
     hook = AutogradGraph(rank, PeerGraphs())
     new = Agent(WorkerInfo(name, rank), options.rpc_timeout, shm_sender, key, hook)
+    new.store = store.clone()  # type: ignore[attr-defined] # a wait on the other one blocks it
     try:
         server = RpcServer(new, key, own.address)
         recorder.publish_job(store)
-        records = workers.exchange_records(store, rank, world_size, own, timeout)
-        recorder.open_for_workers(store, rank, world_size)
-        peers = _peers(new, own, records, store, timeout)
-        if rank == 0:
-            new.on_arrival = WorkerBarrier(new, world_size).arrive
+        if group is None:
+            peers = _meet_all(new, own, store, size, timeout)
+            if rank == 0:
+                new.on_close.append(partial(_mark_static, shared, is_running=False))
+        else:
+            peers = _enter(group, new, store)
         # Once started, the agent may execute a call, which may make calls itself.
         set_agent(new)
         end_at_first_failure()
@@ -221,10 +245,13 @@ def init_rpc(
         new.start(peers)
     except BaseException:
         set_agent(None)
-        new.close(graceful=True)
+        _close(new, graceful=True)
         raise
     try:
-        _join(new, timeout)
+        if group is None:
+            _join(new, timeout)
+        else:
+            group.greet(timeout)
     except BaseException:
         shutdown(graceful=False)
         raise
@@ -232,6 +259,8 @@ def init_rpc(
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Leave RPC; nobody can call this worker any more.
+
+    In a group without a fixed size, `graceful` waits only for the calls of this worker.
 
     Args:
         graceful: If true, wait until all workers have called this and no call is pending.
@@ -252,15 +281,24 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     own = agent()
     _check_seconds("timeout", timeout)
     try:
-        if graceful:
+        if graceful and own.peers.may_grow:
+            wait_until_idle(own, timeout)
+        elif graceful:
             _wait_all_workers(own, timeout)
     except BaseException:
         own.call_log.keep()
         raise
     finally:
         set_agent(None)
-        own.close(graceful)
+        _close(own, graceful)
         _stores.clear()
+
+
+def _close(own: Agent, graceful: bool) -> None:
+    if own.publish_leave is not None:
+        own.publish_leave()
+        graceful = False  # the others stay, and must learn that this worker has left
+    own.close(graceful)
 
 
 class WorkerBarrier:
@@ -309,12 +347,33 @@ class WorkerBarrier:
         return sorted(arrivals.items(), reverse=True, key=lambda each: each[0])
 
 
-def _key(store: Store, rank: int, size: int, own: WorkerRecord, timeout: float) -> bytes:
+def _key(
+    shared: Store, store: Store, rank: int, size: int, own: WorkerRecord, timeout: float
+) -> bytes:
+    """Return the key of the job, once it is known that the kinds of groups are not mixed."""
     try:
-        return workers.agree_on_key(store, rank, timeout)
+        if not size:
+            is_mixed = shared.check([_RUNNING])
+        elif is_mixed := rank == 0 and has_members(PrefixStore(_DYNAMIC, shared)):
+            pass
+        elif rank == 0:
+            _mark_static(shared, is_running=True)
+        if is_mixed:
+            raise UsageError(
+                "RPC group mixes statically and dynamically initialized members which is not "
+                "supported: pass the same world_size on all workers, or on none"
+            )
+        return workers.agree_on_key(store, rank, timeout, by_first=not size)
     except UsageError as error:
-        workers.publish_failure(store, rank, size, own, error)
+        if size:
+            workers.publish_failure(store, rank, size, own, error)
         raise
+
+
+def _mark_static(store: Store, is_running: bool) -> None:
+    """Publish that a group of a fixed size begins or ends in this store."""
+    with contextlib.suppress(RuntimeError):  # the store may be gone when a group ends
+        store.set(_RUNNING, "1") if is_running else store.delete_key(_RUNNING)
 
 
 def _check_seconds(name: str, seconds: object) -> None:
@@ -323,6 +382,7 @@ def _check_seconds(name: str, seconds: object) -> None:
 
 
 def _rendezvous(method: str, rank: int, size: int | None) -> tuple[Store, int, int]:
+    """Return the store, the rank and the number of workers; 0 if the number is not fixed."""
     if dist.is_initialized() and method == _DEFAULT_INIT_METHOD:
         rank = dist.get_rank() if rank < 0 else rank
         size = dist.get_world_size() if size is None else size
@@ -330,17 +390,23 @@ def _rendezvous(method: str, rank: int, size: int | None) -> tuple[Store, int, i
             store: Any = dist.distributed_c10d._get_default_store()
             return store, rank, size
     rank = int(os.environ.get("RANK", "-1")) if rank < 0 else rank
-    size = int(os.environ.get("WORLD_SIZE", "-1")) if size is None else size
-    if not 0 <= rank < size:
+    size = int(os.environ.get("WORLD_SIZE", "0")) if size is None else size
+    if size and not 0 <= rank < size:
         raise UsageError(
             f"rank={rank}, world_size={size}: expected a rank below the world size, as arguments, "
             "from the process group (call init_process_group or phalanx.init first), or as RANK "
             "and WORLD_SIZE in the environment, as `phalanx run` sets them"
         )
+    # As PyTorch writes the arguments into the URL; its `rendezvous` omits a world size of -1.
+    query = "&".join([f"rank={rank}"] * (rank >= 0) + [f"world_size={size or -1}"])
     try:
-        made, rank, size = next(iter(rendezvous(method, rank, size)))
+        made, rank, _ = next(iter(rendezvous(f"{method}?{query}")))
     except ValueError as error:
-        raise UsageError(f"the workers have no rendezvous: {error}") from None
+        raise UsageError(
+            f"the workers have no rendezvous: {error} (start them with `phalanx run`, which sets "
+            "RANK and WORLD_SIZE, call init_process_group or phalanx.init first, or pass rank and "
+            "init_method)"
+        ) from None
     except dist.DistError as error:
         raise PhalanxError(
             f"worker {rank} could not rendezvous with the others by {method!r}: {error} (if a "
@@ -348,7 +414,36 @@ def _rendezvous(method: str, rank: int, size: int | None) -> tuple[Store, int, i
             "choose another port by init_method of rpc_backend_options)"
         ) from error
     _stores.append(made)
-    return made, rank, size
+    return made, rank, size or 0
+
+
+def _enter(group: DynamicGroup, own: Agent, store: Store) -> list[Peer]:
+    """Enter a group without a fixed size; return this worker and those before it."""
+    recorder.open_for_workers(store, own.id, _MANY)
+    own.publish_leave = group.leave
+    own.loss_listeners.append(group.on_loss)
+    own.peers.learn = group.learn
+    try:
+        remote_address = _listen(own, store)
+    except ImportError:
+        remote_address = ""  # only workers on this host can reach it
+    return group.enter(own, remote_address)
+
+
+def _listen(own: Agent, store: Store) -> str:
+    """Listen for workers on other hosts; return the address."""
+    return own.listen(url_host(local_address(rendezvous_host(store)) or "127.0.0.1"))
+
+
+def _meet_all(
+    own: Agent, record: WorkerRecord, store: Store, size: int, timeout: float
+) -> list[Peer]:
+    """Wait for all workers; return them."""
+    records = workers.exchange_records(store, own.id, size, record, timeout)
+    recorder.open_for_workers(store, own.id, size)
+    if own.id == 0:
+        own.on_arrival = WorkerBarrier(own, size).arrive
+    return _peers(own, record, records, store, timeout)
 
 
 def _peers(
@@ -359,8 +454,7 @@ def _peers(
     remote = [each for each, is_local in enumerate(local) if not is_local]
     addresses = [other.address for other in records]
     if remote:
-        host = url_host(local_address(rendezvous_host(store)) or "127.0.0.1")
-        store.set(f"address/{own.id}", own.listen(host))
+        store.set(f"address/{own.id}", _listen(own, store))
         published = workers.wait_for_values(store, [f"address/{each}" for each in remote], timeout)
         for each, text in zip(remote, published, strict=True):
             addresses[each] = text.decode()
@@ -397,13 +491,24 @@ def _join(own: Agent, timeout: float) -> None:
     own.handshake_timeout = math.inf
     try:
         _arrive(own, "all workers to arrive", timeout)
-    except PeerLost:
-        # Worker 0 may have left because of a dead worker, and may have exited since.
-        if dead := next((each for each in own.peers if each.has_died and not each.has_left), None):
+    except PeerLost as error:
+        if dead := _find_dead(own, error):
             raise PeerLost(f"{dead} died in init_rpc: see its output", ranks=[dead.id]) from None
         raise
     finally:
         own.handshake_timeout = HANDSHAKE_TIMEOUT
+
+
+def _find_dead(own: Agent, error: PeerLost) -> Peer | None:
+    """Return the worker whose death was the cause of `error`, or None.
+
+    Others may have left because of that death and have exited since; the announcement that they
+    leave may still be on its way.
+    """
+    dead = [each for each in own.peers if each.has_died]
+    wait_until(lambda: sum(not each.has_left for each in dead) <= 1, _LEAVE_SECONDS)
+    candidates = [each for each in dead if not each.has_left]
+    return min(candidates, key=lambda each: each.id not in error.ranks, default=None)
 
 
 def _wait_all_workers(own: Agent, timeout: float) -> None:

@@ -56,6 +56,8 @@ class LocalConnection:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self.fd = connection.fileno()
+        self.descriptors = (self.fd,)
+        """The descriptors to watch."""
         self._buffer = bytearray()
         self._ready: deque[bytes] = deque()
         self._timeout: float | None = None

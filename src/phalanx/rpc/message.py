@@ -11,7 +11,7 @@ import enum
 import math
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,9 @@ MAX_FRAME_SIZE = 256 * 2**20
 
 MAX_TENSORS = 2**16 - 1
 """The maximum number of tensors in a message."""
+
+MAX_WORKERS = 2**16
+"""The maximum number of workers; the upper bits of unique numbers hold a worker's id."""
 
 _HEADER = struct.Struct("<4sBBHIIQQIII")
 _CHECKSUM = struct.Struct("<I")
@@ -174,13 +177,13 @@ def encode_frame(
     return body + _CHECKSUM.pack(zlib.crc32(body))
 
 
-def parse(frame: bytes, out_of_band: Sequence[memoryview], workers: int) -> Message:
+def parse(frame: bytes, out_of_band: Sequence[memoryview], workers: Container[int]) -> Message:
     """Check a message and take it apart.
 
     Args:
         frame: The first frame.
         out_of_band: The frames that follow it.
-        workers: The number of workers.
+        workers: The ids of the workers.
 
     Raises:
         Malformed: The message is invalid; the error says why.
@@ -200,8 +203,8 @@ def parse(frame: bytes, out_of_band: Sequence[memoryview], workers: int) -> Mess
         kind = Kind(kind)
     except ValueError:
         raise Malformed(f"unknown message kind {kind}") from None
-    if source >= workers:
-        raise Malformed(f"invalid worker id {source} of {workers} workers")
+    if source not in workers:
+        raise Malformed(f"no worker has the id {source} of its sender")
     if _HEADER.size + table + metadata + payload > end:
         raise Malformed("its parts are longer than the message")
     offset = _HEADER.size

@@ -16,7 +16,7 @@ from phalanx.rpc.agent import PendingCall
 from phalanx.rpc.autograd.gradients import Root
 from phalanx.rpc.autograd.graph import graph
 from phalanx.rpc.reference_counting import RRefId
-from phalanx.rpc.rref import IdOf, RRef, owned_value
+from phalanx.rpc.rref import IdOf, RRef, local_value, owned_value
 
 # Steps of several workers may update the same parameters.
 _steps = threading.Lock()
@@ -63,8 +63,8 @@ class DistributedOptimizer:
     ) -> None:
         own, others = _by_owner(optimizer_class, params_rref)
         pending = [
-            calls.begin(owner, _create_part, (optimizer_class, references, args, kwargs))
-            for owner, references in others.items()
+            calls.begin(owner, _create_part, (optimizer_class, ids, args, kwargs))
+            for owner, ids in others.items()
         ]
         self._own = _Part(optimizer_class, own, args, kwargs) if own else None
         self._others: list[Any] = _wait_all(pending)
@@ -160,14 +160,14 @@ class _Part:
 
 def _by_owner(
     optimizer_class: object, given: Iterable[Any]
-) -> tuple[list[Tensor], dict[int, list[Any]]]:
+) -> tuple[list[Tensor], dict[int, list[IdOf]]]:
     if not callable(optimizer_class):
         raise UsageError(
             f"DistributedOptimizer got {_describe(optimizer_class)} first: expected a class of "
             "torch.optim, such as torch.optim.SGD"
         )
     own: list[Tensor] = []
-    others: defaultdict[int, list[Any]] = defaultdict(list)
+    others: defaultdict[int, list[IdOf]] = defaultdict(list)
     for one in given:
         if isinstance(one, Tensor):
             own.append(one)
@@ -177,9 +177,9 @@ def _by_owner(
                 "parameters (for groups with different options, create one optimizer per group)"
             )
         elif one.is_owner():
-            own.append(one.local_value())
+            own.append(local_value(one))
         else:
-            others[one.owner().id].append(one)
+            others[one.owner().id].append(IdOf(one))
     if not own and not others:
         raise UsageError("DistributedOptimizer got no parameter: expected at least one")
     return own, others
@@ -209,11 +209,11 @@ def _wait_all(pending: Sequence[Any]) -> list[Any]:
 
 def _create_part(
     optimizer_class: Callable[..., torch.optim.Optimizer],
-    references: Sequence[Any],
+    ids: Sequence[RRefId],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    parameters = [reference.local_value() for reference in references]
+    parameters = [owned_value(each) for each in ids]
     return RRef(_Part(optimizer_class, parameters, args, kwargs))
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import threading
+import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 
-from phalanx.errors import CallTimeout, PeerLost, PhalanxError
+from phalanx.errors import CallTimeout, PeerLost, PhalanxError, UsageError
 from phalanx.rpc.local_connection import LocalConnection, connect, is_readable
 from phalanx.rpc.workers import WorkerInfo, WorkerRecord
 from phalanx.system.polling import EventFd
@@ -56,6 +59,55 @@ class PendingFuture:
         )
 
 
+class Peers:
+    """The workers of a group; those that are lost stay.
+
+    Iteration yields those that are known at its beginning, whichever join meanwhile.
+
+    Attributes:
+        learn: In a group that workers may join, a function that adds those that have joined. It is
+            called when an unknown worker is looked up.
+    """
+
+    def __init__(self) -> None:
+        self.learn: Callable[[], None] | None = None
+        self._by_id: dict[int, Peer] = {}
+        self._by_name: dict[str, Peer] = {}
+
+    def add(self, peer: Peer) -> None:
+        """Add a worker; from a lost one of the same name it takes over the name."""
+        self._by_id[peer.id] = peer
+        self._by_name[peer.info.name] = peer
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(list(self._by_id.values()))
+
+    def __contains__(self, worker: object) -> bool:
+        return self.find(worker) is not None
+
+    def __getitem__(self, worker: int) -> Peer:
+        peer = self.find(worker)
+        if peer is None:
+            raise UsageError(f"there is no worker with the id {worker}")
+        return peer
+
+    @property
+    def may_grow(self) -> bool:
+        """True if workers may join the group at any time."""
+        return self.learn is not None
+
+    def find(self, worker: object) -> Peer | None:
+        """Return the worker with that name or id, or None."""
+        known: dict[Any, Peer] = self._by_name if isinstance(worker, str) else self._by_id
+        found = known.get(worker)
+        # The name of a lost worker may be that of one which has taken its place.
+        is_lost = found is not None and found.loss_reason and isinstance(worker, str)
+        if self.learn is not None and (found is None or is_lost):
+            self.learn()
+            found = known.get(worker)
+        return found
+
+
 class Peer:
     """The connections to a worker and the calls pending on it; it may be this worker.
 
@@ -76,6 +128,8 @@ class Peer:
         self.nonce = int(record.nonce, 16)
         self.loss_reason = ""
         """The reason for the loss of the worker; empty if it is not lost."""
+        self.lost_at = math.inf
+        """The time of the loss, in monotonic seconds."""
         self.has_left = False
         """True if the worker has announced that it leaves, so it was reachable."""
         self._eventfd = EventFd()
@@ -92,38 +146,51 @@ class Peer:
         self._idle_connections: deque[LocalConnection | RemoteConnection] = deque()
         self._connections: WeakSet[LocalConnection] = WeakSet()
         self._connections_lock = threading.Lock()
-        self._closed = False
+        self._closed = self._has_died = False
 
     def __str__(self) -> str:
         return self._description
 
-    def check(self) -> None:
-        """Raise `PeerLost` if the worker is lost."""
+    def check(self, description: str) -> None:
+        """Raise `PeerLost`, which names the call that was to be made, if the worker is lost."""
         if self.loss_reason:
-            raise PeerLost(self.loss_reason, ranks=[self.id])
+            raise PeerLost(
+                f"{self.loss_reason} before this worker asked for {description}",
+                ranks=[self.id],
+                operation=description,
+            )
 
     def mark_lost(self, reason: str) -> str:
         """Mark the worker as lost; return the reason, of which the first one counts."""
-        self.loss_reason = self.loss_reason or reason
-        self._eventfd.notify()
+        if not self.loss_reason:
+            self.loss_reason, self.lost_at = reason, time.monotonic()
+        if not self._closed:
+            self._eventfd.notify()
         self._shut_down_connections()
         return self.loss_reason
 
     @property
     def has_died(self) -> bool:
         """True if the worker is on this host and dead."""
-        return self.is_local and is_readable(self.pidfd)
+        return self._has_died or (self.pidfd >= 0 and is_readable(self.pidfd))
 
     def is_unreachable(self) -> bool:
         """Return whether the worker is known to be lost or is dead."""
         return bool(self.loss_reason) or self.has_died
 
-    def is_dying(self) -> bool:
-        """Return whether the worker is dead or dies in a moment.
+    def is_ending(self) -> bool:
+        """Return whether the worker is dead or has left, or does so in a moment.
 
-        The memory of a process that dies is gone before the process is.
+        The memory of a process that dies is gone before the process is, and that of a worker that
+        leaves may be gone before its message arrives.
         """
-        return self.is_local and is_readable(self.pidfd, _DRAIN_MILLISECONDS)
+        if self.loss_reason:
+            return True
+        poll = select.poll()
+        poll.register(self._eventfd.fileno(), select.POLLIN)
+        if self.pidfd >= 0:
+            poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(_DRAIN_MILLISECONDS))
 
     def find_loss_reason(self) -> str:
         """Return the reason why a connection to the worker has ended. May block for a moment."""
@@ -192,7 +259,10 @@ class Peer:
             connection.shut_down()
 
     def close(self) -> None:
-        """Close all connections; those in use end now, and close when they are given back."""
+        """Close all descriptors; connections in use end now, and close when they are given back."""
+        if self._closed:
+            return
+        self._has_died = self.has_died
         self._closed = True
         self._shut_down_connections()
         if self.async_connection is not None:
@@ -200,4 +270,6 @@ class Peer:
         while self._idle_connections:
             self._idle_connections.pop().close()
         if self.pidfd >= 0:
-            os.close(self.pidfd)
+            pidfd, self.pidfd = self.pidfd, -1
+            os.close(pidfd)
+        self._eventfd.close()

@@ -172,7 +172,7 @@ class _Pickler(CodePickler):
             tensor = detached
         if tensor.layout is torch.sparse_coo:
             parts = tensor._indices(), tensor._values()
-            return _make_sparse_coo, (*parts, tensor.shape, tensor.is_coalesced())
+            return _make_sparse_coo, (*parts, tuple(tensor.shape), tensor.is_coalesced())
         if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
             parts = tensor.crow_indices(), tensor.col_indices()
         else:
@@ -271,7 +271,7 @@ def _get_pickle_context() -> PickleContext:
 
 
 def _make_sparse_coo(
-    indices: Tensor, values: Tensor, shape: torch.Size, is_coalesced: bool
+    indices: Tensor, values: Tensor, shape: tuple[int, ...], is_coalesced: bool
 ) -> Tensor:
     return torch.sparse_coo_tensor(
         indices, values, shape, is_coalesced=is_coalesced, check_invariants=False

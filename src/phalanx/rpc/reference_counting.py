@@ -54,6 +54,12 @@ class OwnedValue(Future[Any]):
     def __init__(self) -> None:
         super().__init__()
         self.holders: dict[int, int] = {}
+        self.on_use: Callable[[str, tuple[Any, ...], dict[str, Any]], None] | None = None
+        """Called before code of the user gets the value on this worker or calls a method of it.
+
+        The arguments are those of the call: the name of the method ("" if the code gets the value
+        itself), and its arguments.
+        """
         self._traceback: TracebackType | None = None
 
     def complete(self, get: Callable[[], Any]) -> None:

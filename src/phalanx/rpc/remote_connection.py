@@ -74,6 +74,8 @@ class _MonitoredSocket:
         self._lock = threading.Lock()
         self.monitor_fd = int(self._monitor.getsockopt(zmq.FD))
         self.fd = int(self._socket.getsockopt(zmq.FD))
+        self.descriptors = self.monitor_fd, self.fd
+        """The descriptors to watch."""
         # ZeroMQ signals a descriptor only after a read has found nothing.
         self.has_event()
 

@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from phalanx.errors import UsageError
-from phalanx.rpc import calls
+from phalanx.rpc import calls, shared_embedding
 from phalanx.rpc.agent import agent
 from phalanx.rpc.pickling import thread_local
 from phalanx.rpc.reference_counting import RRefId
 from phalanx.rpc.rref import IdOf, RRef, owned_value
+from phalanx.rpc.shared_embedding import MappedEmbedding
 
 _CPU = "cpu"
+_CALLS_TO_MAP = 2
+"""The forward pass at which a module in shared memory is mapped: one use costs less by a call."""
 
 
 class RemoteModule(nn.Module):
@@ -36,6 +39,12 @@ class RemoteModule(nn.Module):
     A module that contains a `RemoteModule` has only its local parameters: its `parameters()`,
     `to()` and `half()` apply to these. Its `state_dict()`, `load_state_dict()` and `apply()` raise,
     since they would silently omit the remote module: save and load the local parts one by one.
+
+    If the module is a `torch.nn.Embedding` or `EmbeddingBag` (given as `module_cls` itself) with
+    sparse gradients, or of at most 64 KiB, a worker on the owner's host reads its rows in shared
+    memory from the second forward pass on, which is then no call. This ends, with a warning on the
+    owner, when a function there uses the module through its `RRef`, other than by `state_dict` and
+    `load_state_dict`.
 
     The constructor blocks until the module is created.
 
@@ -63,6 +72,11 @@ class RemoteModule(nn.Module):
     """
 
     _is_mode_set: bool
+    _forward_count: int
+    """The number of forward passes, up to the one that maps the module."""
+    _embedding_class: type[nn.Module] | None
+    """The class of the module if it may be used in shared memory."""
+    _mapped: MappedEmbedding | None
 
     def __init__(
         self,
@@ -75,7 +89,8 @@ class RemoteModule(nn.Module):
         on, device = _parse_remote_device(remote_device)
         arguments = (device, module_cls, tuple(args or ()), dict(kwargs or {}))
         made = calls.rpc_sync(on, _create_module, arguments)
-        self._set_reference(on, device, made)
+        embedding_class: Any = module_cls if module_cls in shared_embedding.CLASSES else None
+        self._set_reference(on, device, made, embedding_class if device == _CPU else None)
 
     @staticmethod
     def init_from_module_rref(remote_device: str, module_rref: Any) -> RemoteModule:
@@ -91,14 +106,18 @@ class RemoteModule(nn.Module):
             >>> module = rpc.RemoteModule.init_from_module_rref("ps", layer)
         """
         _, device = _parse_remote_device(remote_device)
-        return _make_reference(module_rref.owner_name(), device, module_rref)
+        return _make_reference(module_rref.owner_name(), device, module_rref, None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module and return its result; block until that is there."""
+        if (mapped := self._mapped_embedding()) is not None:
+            return mapped.forward(args, kwargs)
         return calls.rpc_sync(self.on, _forward, self._arguments(args, kwargs))
 
     def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
         """Call the module and return a future of its result at once."""
+        if (mapped := self._mapped_embedding()) is not None:
+            return mapped.forward_async(args, kwargs)
         return calls.rpc_async(self.on, _forward, self._arguments(args, kwargs))
 
     def remote_parameters(self, recurse: bool = True) -> list[Any]:
@@ -107,7 +126,7 @@ class RemoteModule(nn.Module):
         Args:
             recurse: Whether to include the parameters of its submodules.
         """
-        found: list[Any] = calls.rpc_sync(self.on, _parameters, (self.module_rref, recurse))
+        found: list[Any] = calls.rpc_sync(self.on, _parameters, (IdOf(self.module_rref), recurse))
         return found
 
     def get_module_rref(self) -> Any:
@@ -117,7 +136,7 @@ class RemoteModule(nn.Module):
     def train(self, mode: bool = True) -> RemoteModule:
         """Set the mode of the module on its worker; blocks."""
         if self.training != mode or not self._is_mode_set:
-            calls.rpc_sync(self.on, _set_mode, (self.module_rref, mode))
+            calls.rpc_sync(self.on, _set_mode, (IdOf(self.module_rref), mode))
             self._is_mode_set = True
         self.training = mode
         return self
@@ -153,14 +172,30 @@ class RemoteModule(nn.Module):
                 "when using RPC: save the module on its worker, "
                 f"{self.on!r}, by a function that is called there"
             )
-        return _make_reference, (self.on, self.device, self.module_rref)
+        return _make_reference, (self.on, self.device, self.module_rref, self._embedding_class)
+
+    def _mapped_embedding(self) -> MappedEmbedding | None:
+        """Return the module in shared memory, which the second call maps; None to use calls."""
+        if self._mapped is not None and not self._mapped.is_usable:
+            self._mapped = None
+        elif self._embedding_class is not None and self._forward_count < _CALLS_TO_MAP:
+            self._forward_count += 1
+            if self._forward_count < _CALLS_TO_MAP:
+                return None
+            self._mapped = shared_embedding.map_module(
+                agent().peer(self.on).id, self._embedding_class, self.module_rref
+            )
+        return self._mapped
 
     def _arguments(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
         return IdOf(self.module_rref), self.device, args, kwargs
 
-    def _set_reference(self, on: str | int, device: str, rref: Any) -> None:
+    def _set_reference(
+        self, on: str | int, device: str, rref: Any, embedding_class: type[nn.Module] | None
+    ) -> None:
         self.on, self.device, self.module_rref = on, device, rref
-        self._is_mode_set = False
+        self._is_mode_set, self._forward_count = False, 0
+        self._embedding_class, self._mapped = embedding_class, None
 
 
 _HINTS = {
@@ -199,10 +234,12 @@ for _name in _UNSUPPORTED:
         setattr(RemoteModule, _name, _raise_not_supported(_name))
 
 
-def _make_reference(on: str | int, device: str, rref: Any) -> RemoteModule:
+def _make_reference(
+    on: str | int, device: str, rref: Any, embedding_class: type[nn.Module] | None
+) -> RemoteModule:
     module = RemoteModule.__new__(RemoteModule)
     nn.Module.__init__(module)
-    module._set_reference(on, device, rref)
+    module._set_reference(on, device, rref, embedding_class)
     return module
 
 
@@ -245,7 +282,9 @@ def _create_module(
                 f"{type(part).__name__}: it averages gradients in the process that calls "
                 "backward(), not in a module that others call; wrap the layers on the trainers"
             )
-    return RRef(module.to(device), nn.Module)
+    rref: RRef[nn.Module] = RRef(module.to(device), nn.Module)
+    shared_embedding.share(module_cls, module, rref)
+    return rref
 
 
 def _averages_gradients(part: nn.Module) -> bool:
@@ -266,9 +305,13 @@ def _move(value: Any, device: str) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
-def _parameters(rref: Any, recurse: bool) -> list[Any]:
-    return [RRef(parameter) for parameter in rref.local_value().parameters(recurse)]
+def _parameters(module_id: RRefId, recurse: bool) -> list[Any]:
+    module = owned_value(module_id)
+    rrefs: list[RRef[nn.Parameter]] = [RRef(each) for each in module.parameters(recurse)]
+    for rref in rrefs:
+        shared_embedding.revoke_before_use(rref, shared_embedding.shared_embedding(module))
+    return rrefs
 
 
-def _set_mode(rref: Any, mode: bool) -> None:
-    rref.local_value().train(mode)
+def _set_mode(module_id: RRefId, mode: bool) -> None:
+    owned_value(module_id).train(mode)

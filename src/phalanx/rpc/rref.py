@@ -133,6 +133,10 @@ class RRef(Generic[_T]):
         """Return whether the owner is on this worker's host."""
         return agent().peers[self._owner].is_local
 
+    def owner_is_lost(self) -> bool:
+        """Return whether the owner has died or left, and with it the value."""
+        return bool(agent().peers[self._owner].loss_reason)
+
     def confirmed_by_owner(self) -> bool:
         """Return whether the owner is known to have the value, or the error of its creation."""
         return self._creation is None or self._creation.done()
@@ -160,7 +164,7 @@ class RRef(Generic[_T]):
                 f"Call it on owner {self.owner()}; to_here() copies the value, rpc_sync() calls "
                 "its methods"
             )
-        result: _T = owned_value(self._rref_id)
+        result: _T = used_value(self._rref_id)
         return result
 
     def to_here(self, timeout: float = UNSET) -> _T:
@@ -326,13 +330,32 @@ class IdOf:
 
 
 def _call_method(method: str, rref_id: tuple[int, int], /, *args: Any, **kwargs: Any) -> Any:
-    bound = getattr(owned_value(RRefId(*rref_id)), method)
+    bound = getattr(used_value(RRefId(*rref_id), method, args, kwargs), method)
     result = bound(*args, **kwargs)
     return FutureResult(result, bound) if hasattr(bound, ASYNC_EXECUTION_MARK) else result
 
 
+def local_value(rref: RRef[_T]) -> _T:
+    """Return the value of a reference on its owner, to RPC itself; wait until it exists."""
+    value: _T = owned_value(rref._rref_id)
+    return value
+
+
+def used_value(
+    rref_id: RRefId,
+    method: str = "",
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Return a value that this worker owns to code of the user; see `OwnedValue.on_use`."""
+    value, own = owned_value(rref_id), agent()
+    if (on_use := own.owned_values.get_or_create(rref_id).on_use) is not None:
+        on_use(method, args, kwargs or {})
+    return value
+
+
 def owned_value(rref_id: RRefId) -> Any:
-    """Return a value that this worker owns; wait until it exists.
+    """Return a value that this worker owns, to RPC itself; wait until it exists.
 
     Raises:
         CallTimeout: The value does not exist after the timeout of `init_rpc`.

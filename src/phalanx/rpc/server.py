@@ -8,7 +8,7 @@ import time
 import types
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -18,7 +18,7 @@ from phalanx.rpc.functions import ASYNC_EXECUTION_MARK, FutureResult
 from phalanx.rpc.local_connection import Acceptor, LocalConnection
 from phalanx.rpc.message import ANSWERS, Frames, Kind, Malformed, Message
 from phalanx.rpc.peer import Peer
-from phalanx.rpc.reference_counting import RefCountDelta, RRefId
+from phalanx.rpc.reference_counting import OwnedValue, RefCountDelta, RRefId
 from phalanx.rpc.shared_memory import DeferredCopies
 
 if TYPE_CHECKING:
@@ -236,7 +236,8 @@ def _remote(reply: _Reply) -> None:
 def _fetch(reply: _Reply) -> None:
     created_on, local_id = reply.body()
     value = reply.agent.owned_values.get_or_create(RRefId(int(created_on), int(local_id)))
-    value.add_done_callback(lambda _: reply.answer_with(value.get))
+    # The value keeps its callbacks: a callback that kept the value too would be a reference cycle.
+    value.add_done_callback(lambda done: reply.answer_with(cast(OwnedValue, done).get))
 
 
 def _apply_ref_count(reply: _Reply) -> None:

@@ -209,16 +209,23 @@ def wait_for_values(store: Store, names: list[str], timeout: float) -> list[byte
     return [store.get(name) for name in names]
 
 
-def agree_on_key(store: Store, rank: int, timeout: float) -> bytes:
-    """Return the key of the job; if it has none, worker 0 makes one and the store carries it.
+def agree_on_key(store: Store, rank: int, timeout: float, by_first: bool = False) -> bytes:
+    """Return the key of the job; if it has none, a worker makes one and the store carries it.
+
+    Args:
+        store: The store of the workers.
+        rank: The id of this worker.
+        timeout: Seconds to wait for the key.
+        by_first: Whether the first worker to arrive makes the key, and not worker 0.
 
     Raises:
         UsageError: Some workers have the job's key, others have none or another one.
     """
     own = key.from_environment()
-    if rank == 0:
+    if by_first or rank == 0:
         made = secrets.token_bytes(key.SIZE)
-        store.set("key/0", f"inherited {_key_digest(own)}" if own else f"made {made.hex()}")
+        text = f"inherited {_key_digest(own)}" if own else f"made {made.hex()}"
+        store.compare_set("key/0", "", text)
     (encoded,) = wait_for_values(store, ["key/0"], timeout)
     origin, _, value = encoded.decode().partition(" ")
     if origin == "made" and own is None:
@@ -227,8 +234,9 @@ def agree_on_key(store: Store, rank: int, timeout: float) -> bytes:
         return own
     given = "has none" if own is None else "has another" if origin == "inherited" else "has one"
     raise UsageError(
-        f"worker 0 {'has' if origin == 'inherited' else 'has no'} key of the job, worker {rank} "
-        f"{given}: start all with `phalanx run`, or set the same PHALANX_KEY_FILE for all"
+        f"{'the first worker' if by_first else 'worker 0'} "
+        f"{'has' if origin == 'inherited' else 'has no'} key of the job, worker {rank} {given}: "
+        "start all with `phalanx run`, or set the same PHALANX_KEY_FILE for all"
     )
 
 

@@ -2,7 +2,7 @@
 
 - `authentication`: a handshake of two processes that share a key.
 - `curve`: ZeroMQ sockets that such processes secure with CURVE.
-- `processes`: child processes, process groups, pidfds of any processes, exit codes and signals.
+- `processes`: child processes, process groups, pidfds, identities, states, exit codes and signals.
 - `extras`: the optional packages, and the command that installs them.
 - `ssh`: programs on other hosts, connected through ssh.
 - `host_identity`: the host and the namespaces of a process, and the proof that two share memory.

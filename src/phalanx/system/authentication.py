@@ -4,7 +4,7 @@ The initiator sends a nonce. The acceptor answers with a nonce of its own and a 
 digest (HMAC-SHA256) of its role and both nonces. Then the initiator sends its proof. The key is
 never sent, a recorded exchange is useless later, and the proof of one role is not valid for the
 other. Nothing is encrypted: an attacker who can change packets in transit can take over the
-connection afterwards.
+connection afterwards, unless it is encrypted then (`launcher.tunnel_encryption`).
 """
 
 from __future__ import annotations

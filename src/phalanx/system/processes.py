@@ -1,4 +1,4 @@
-"""Child processes, process groups, pidfds of the processes of a job, exit codes and signals.
+"""Child processes, process groups, pidfds, identities, states, exit codes and signals.
 
 A process that must die with its parent calls `launcher.rank_bootstrap.die_with_parent`, which is
 also a program of its own and therefore imports nothing of the package.
@@ -7,15 +7,23 @@ also a program of its own and therefore imports nothing of the package.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import enum
+import math
 import os
 import select
 import signal
 import subprocess
 import time
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from phalanx.system.host_identity import host_identity
+from phalanx.system.polling import attempts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class ChildProcess(subprocess.Popen[bytes]):
@@ -47,6 +55,65 @@ class ChildProcess(subprocess.Popen[bytes]):
         self.wait()
 
 
+def adopt_orphans() -> None:
+    """Become the parent of all descendants whose own parent ends.
+
+    Raises:
+        OSError: The kernel refused the request.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(error)}")
+
+
+class AdoptedProcess:
+    """A child process that another process started; part of the interface of `subprocess.Popen`.
+
+    Attributes:
+        pid: The pid.
+        returncode: The exit code, as in `subprocess.Popen`; None if it has not been reaped.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code; None if the process runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end of the process; return the exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: It runs after `timeout` seconds.
+        """
+        for _ in attempts(math.inf if timeout is None else time.monotonic() + timeout):
+            if (code := self.poll()) is not None:
+                return code
+        raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+
+
+class AdoptedHandler:
+    """An adopted process, as PyTorch's agent handles it: a stand-in for its `SubprocessHandler`.
+
+    Attributes:
+        proc: The process, which leads a process group.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.proc = AdoptedProcess(pid)
+
+    def close(self, death_sig: signal.Signals = signal.SIGTERM) -> None:
+        """Send a signal to the process group."""
+        os.killpg(self.proc.pid, death_sig)
+
+
 def signal_group(pid: int, number: int) -> None:
     """Send a signal to a process group, if any process of it is left.
 
@@ -57,6 +124,18 @@ def signal_group(pid: int, number: int) -> None:
     """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
+
+
+def reap_group(pid: int, seconds: float) -> None:
+    """Reap the children of this process in a process group that was killed; wait for them.
+
+    Args:
+        pid: The pid of the group's leader.
+        seconds: The longest time to wait.
+    """
+    with contextlib.suppress(ChildProcessError):  # none is left
+        for _ in attempts(time.monotonic() + seconds):
+            os.waitpid(-pid, os.WNOHANG)
 
 
 class RankPidfds:
@@ -117,6 +196,61 @@ class RankPidfds:
         for pidfd in self._pidfds.values():
             os.close(pidfd)
         self._pidfds.clear()
+
+
+def read_stat(pid: int) -> list[bytes] | None:
+    """Return the fields of /proc/PID/stat from the state on (`StatField`).
+
+    Returns:
+        None if the process does not exist, or is hidden from this user.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    # The field before is the program's name in parentheses, which may contain any character.
+    return text[text.rindex(b")") + 2 :].split()
+
+
+class StatField(enum.IntEnum):
+    """The index of a field in the list of `read_stat`."""
+
+    STATE = 0
+    """A letter; Z and X are those of a process that has ended."""
+    START = 19
+    """The start of the process, in clock ticks since the start of the system."""
+    RESIDENT_PAGES = 21
+
+
+class ProcessIdentity(NamedTuple):
+    """A process, as no other one is: pids are given again.
+
+    Attributes:
+        host: The host and its namespace of pids.
+        pid: The pid.
+        start: The start of the process, in clock ticks since the start of the system.
+    """
+
+    host: str
+    pid: int
+    start: int
+
+    @classmethod
+    def own(cls) -> ProcessIdentity:
+        """Return the identity of this process."""
+        return cls(host_identity("pid"), os.getpid(), _start(os.getpid()))
+
+    def has_ended(self) -> bool | None:
+        """Return whether the process has ended; None if it runs where this one cannot see it."""
+        return None if self.host != host_identity("pid") else _start(self.pid) != self.start
+
+
+def _start(pid: int) -> int:
+    fields = read_stat(pid)
+    if fields is None or fields[StatField.STATE] in (b"Z", b"X"):
+        return -1
+    return int(fields[StatField.START])
 
 
 def signal_name(number: int) -> str:

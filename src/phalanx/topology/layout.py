@@ -14,7 +14,7 @@ import socket
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,31 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence, Set
 
     from torch.distributed import Store  # type: ignore[attr-defined]
+
+
+AUTO = "auto"
+"""The encoding that a group chooses by the bandwidth of its links."""
+
+
+class HostLink(NamedTuple):
+    """The way in which the hosts of a group exchange data.
+
+    Attributes:
+        transport: The name of the transport.
+        compress: The encoding of large float32 reductions; empty if there is none.
+        connections: The number of connections between two ranks.
+    """
+
+    transport: str = ""
+    compress: str = ""
+    connections: int = 1
+
+    def __str__(self) -> str:
+        return (
+            f"the transport {self.transport!r}"
+            + (f" with compress={self.compress!r}" if self.compress else "")
+            + (f" with connections={self.connections}" if self.connections > 1 else "")
+        )
 
 
 class RankRecord(NamedTuple):
@@ -49,13 +74,13 @@ class RankRecord(NamedTuple):
     """The version of the segment's layout."""
     phalanx_version: str
     torch_version: str
-    transport: str
-    """The transport between hosts that the rank was given."""
+    link: Sequence[Any]
+    """The fields of the `HostLink` that the rank was given."""
     place: Sequence[int] = ()
     """The rank's place in its machine (`places.own_place`)."""
 
     @classmethod
-    def for_current_process(cls, size: int, transport: str, probe: MemoryProbe) -> RankRecord:
+    def for_current_process(cls, size: int, link: HostLink, probe: MemoryProbe) -> RankRecord:
         """Return the record of this process, which holds `probe`."""
         return cls(
             size,
@@ -68,8 +93,8 @@ class RankRecord(NamedTuple):
             _native.LAYOUT_VERSION,
             _phalanx_version(),
             torch.__version__,
-            transport,
-            list(own_place()),  # as JSON gives it back
+            list(link),  # as JSON gives it back
+            list(own_place()),
         )
 
     @classmethod

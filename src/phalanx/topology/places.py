@@ -2,7 +2,7 @@
 
 A place is a socket, a NUMA node and a last-level cache, each by the lowest core that it has. The
 tree joins the ranks that share a cache first, then the caches of a node, the nodes of a socket, and
-the sockets, so that few cache lines cross them.
+the sockets, so that few cache lines cross them. Large data are reduced over the chain of caches.
 """
 
 from __future__ import annotations
@@ -64,6 +64,22 @@ def meeting_tree(places: Sequence[Sequence[int]]) -> list[int]:
         for depth in range(len(path) + 1):
             first.setdefault(path[:depth], rank)
     return [_parent(rank, path, first) for rank, path in enumerate(paths)]
+
+
+def cache_chain(places: Sequence[Sequence[int]]) -> list[int]:
+    """Return the first rank of each cache, in the order of ranks.
+
+    The result is empty if the ranks of some cache do not follow each other, since a reduction in
+    the order of ranks then enters that cache more than once; or if there are fewer than two ranks
+    per cache on average, which have nothing to combine before their data leave the cache.
+
+    Args:
+        places: The place of each rank, as of `own_place`.
+    """
+    paths = [tuple(place) for place in places]
+    first_ranks = [rank for rank, path in enumerate(paths) if rank == 0 or path != paths[rank - 1]]
+    returns = len(first_ranks) > len(set(paths))
+    return [] if returns or len(paths) < 2 * len(first_ranks) else first_ranks
 
 
 def _parent(rank: int, path: tuple[int, ...], first: Mapping[tuple[int, ...], int]) -> int:

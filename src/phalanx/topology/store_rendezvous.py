@@ -44,6 +44,7 @@ class StoreRendezvous(NamedTuple):
         formation: The entry in the flight recorder for the formation of the group.
         describe_missing: Returns a description of a missing rank; see `join`.
         members: Ranks in the job by rank in the group; empty for the default group.
+        check: A function that is called during all waits, and may raise to end them.
     """
 
     store: Store
@@ -54,6 +55,7 @@ class StoreRendezvous(NamedTuple):
     formation: _native.GroupFormation
     describe_missing: Callable[[int, str], str] | None
     members: Sequence[int] = ()
+    check: Callable[[], None] | None = None
 
     def wait_for_values(self, name: str) -> list[str]:
         """Return the values that all ranks publish under a name, by rank; blocks until they have.
@@ -70,9 +72,7 @@ class StoreRendezvous(NamedTuple):
                 break
             self.formation.waiting_for(first)
             self.raise_reported_failure()
-        if self.store.has_extended_api():  # type: ignore[attr-defined]
-            return [value.decode() for value in self.store.multi_get(keys)]
-        return [self.store.get(each).decode() for each in keys]
+        return [value.decode() for value in get_values(self.store, keys)]
 
     def wait_for_value(self, name: str, rank: int) -> str:
         """Return the value that a rank publishes under a name; see `wait_for_values`."""
@@ -90,7 +90,10 @@ class StoreRendezvous(NamedTuple):
         Args:
             missing: Returns the ranks that have not arrived, for the message.
         """
-        yield from attempts(self.start + self.timeout)
+        for _ in attempts(self.start + self.timeout):
+            if self.check is not None:
+                self.check()
+            yield
         absent = missing()
         names = _format_ranks(absent)
         raise CollectiveTimeout(
@@ -107,13 +110,18 @@ class StoreRendezvous(NamedTuple):
         self.formation.end("system")
         message = f"rank {self.rank} could not join: {reason}"
         self.store.set("phalanx/failed", message)
-        return PhalanxError(f"[rank {self.rank}/{self.world_size}] {message.partition(' ')[2]}")
+        text = f"[rank {self.rank}/{self.world_size}] {message.partition(' ')[2]}"
+        return PhalanxError(text, ranks=[self._in_job(self.rank)])
 
     def raise_reported_failure(self) -> None:
         """Raise `PhalanxError` if another rank cannot join."""
         if self.store.check(["phalanx/failed"]):
             reason = self.store.get("phalanx/failed").decode()
-            raise PhalanxError(f"[rank {self.rank}/{self.world_size}] {reason}")
+            reporter = self._in_job(int(reason.split()[1]))
+            raise PhalanxError(f"[rank {self.rank}/{self.world_size}] {reason}", ranks=[reporter])
+
+    def _in_job(self, rank: int) -> int:
+        return self.members[rank] if self.members else rank
 
     def _first_missing(self, keys: list[str], first: int) -> int:
         """Return the index of the first missing key from `first` on, or `len(keys)` if all exist.
@@ -163,6 +171,14 @@ class StoreRendezvous(NamedTuple):
             if self.store.check([key("rank", rank)]):
                 return RankRecord.parse(self.store.get(key("rank", rank)).decode()).process
         return ""
+
+
+def get_values(store: Store, keys: list[str]) -> list[bytes]:
+    """Return the values of keys, by one request if the store has such."""
+    if store.has_extended_api():  # type: ignore[attr-defined]
+        values: list[bytes] = store.multi_get(keys)
+        return values
+    return [store.get(each) for each in keys]
 
 
 def key(name: str, rank: int) -> str:

@@ -10,6 +10,9 @@
 - `state`: the contents of a checkpoint, and the check that a checkpoint fits the run.
 - `random_generators`: the seeds of the random generators of every rank, and their states.
 - `preemption`: the handling of SIGTERM.
+- `elastic`: the steps of a loop of one's own, which continues when ranks are lost.
+- `recovery`: newcomers in the place of lost ranks, and the state that all take over.
+- `trees`: the transfer of such a state from rank to rank, also in the background.
 - `progress`: the progress bar, TensorBoard and `phalanx watch`.
 
 `phalanx.checkpoints` saves the training state to disk, so that it survives the death of ranks. A
@@ -21,6 +24,7 @@ process without a process group.
 """
 
 from phalanx.checkpoints import Checkpoint, Checkpointer
+from phalanx.train.elastic import Elastic
 from phalanx.train.preemption import PREEMPTION_EXIT_CODE
 from phalanx.train.random_generators import random_states, restore_random_states
 from phalanx.train.trainer import Result, Trainer
@@ -29,6 +33,7 @@ __all__ = [
     "PREEMPTION_EXIT_CODE",
     "Checkpoint",
     "Checkpointer",
+    "Elastic",
     "Result",
     "Trainer",
     "random_states",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from collections.abc import Sequence
@@ -145,4 +146,12 @@ def seed_rank(seed: int, rank: int, step: int = 0) -> None:
     first, second, third = rank_seeds(seed, rank, step)
     random.seed(first)
     np.random.seed(second % 2**32)
-    torch.manual_seed(third)
+    if _has_accelerator():
+        torch.manual_seed(third)
+    else:  # it would look for all kinds of devices each time: a tenth of a millisecond or more
+        torch.default_generator.manual_seed(third)
+
+
+@functools.cache
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from phalanx.data.ranks import world_size_and_rank
 from phalanx.errors import UsageError
-from phalanx.parallel import average_gradients
+from phalanx.parallel import LocalSGD, average_gradients
 
 _PREFIX = "module."
 # Number of differences that an error message lists.
@@ -30,13 +30,22 @@ class Replicas:
 
     Args:
         model: The model that the user gave.
+        local: The optimizer, if the ranks of a host make steps without those of other hosts.
 
     Raises:
         UsageError: The parameters are sharded over the ranks.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, local: LocalSGD | None = None) -> None:
         self.world_size, self.rank = world_size_and_rank(None, "Trainer")
+        self.local = local
+        self._step_group = None if local is None else local.host_group
+        self.step_size = self.world_size
+        """The number of ranks that make each step together."""
+        if local is not None:
+            self.step_size = (
+                1 if self._step_group is None else dist.get_world_size(self._step_group)
+            )
         self.model = model
         # torch.compile adds a module that forwards attributes, but changes the parameter names.
         uncompiled = getattr(model, "_orig_mod", model)
@@ -141,26 +150,35 @@ class Replicas:
         return contextlib.nullcontext()
 
     def average(self) -> None:
-        """Average the gradients over the ranks, unless the model does so itself."""
-        if self.world_size > 1 and not self.is_wrapped:
-            average_gradients(self.inner)
+        """Average the gradients over the ranks of a step, unless the model does so itself."""
+        if self.step_size > 1 and not self.is_wrapped:
+            average_gradients(self.inner, self._step_group)
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return the sums over the ranks, computed in float64 and bitwise equal on every rank."""
-        if self.world_size == 1:
+        return self._sum(values, self.world_size, None)
+
+    def sum_of_step(self, values: Sequence[float]) -> list[float]:
+        """Return the sums over the ranks of a step."""
+        return self._sum(values, self.step_size, self._step_group)
+
+    def _sum(
+        self, values: Sequence[float], size: int, group: dist.ProcessGroup | None
+    ) -> list[float]:
+        if size == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64, device=self._exchange_device)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=group)
         sums: list[float] = total.tolist()
         return sums
 
     def gather(self, value: object) -> list[Any]:
         """Return the values of all ranks, by rank. Collective."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+        return _gather(value, self.world_size, None)
+
+    def gather_of_step(self, value: object) -> list[Any]:
+        """Return the values of the ranks of a step. Collective among them."""
+        return _gather(value, self.step_size, self._step_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the inner module, under its own names even if wrapped. Collective."""
@@ -174,6 +192,14 @@ class Replicas:
         if self.is_wrapped:
             state = {_PREFIX + name: value for name, value in state.items()}
         self._uncompiled.load_state_dict(state)
+
+
+def _gather(value: object, size: int, group: dist.ProcessGroup | None) -> list[Any]:
+    if size == 1:
+        return [value]
+    values: list[Any] = [None] * size
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def describe_tensor(tensor: Tensor) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from phalanx.errors import UsageError
 from phalanx.train.batch_schedule import BatchSchedule
@@ -51,14 +52,20 @@ class TrainingState:
         # A run that continues and a run that resumes must both use rank 0's buffers.
         self._replicas.broadcast_buffers()
         return {
+            **self.capture_replica(),
+            "optimizer_spec": self._optimizer_spec(),
+            "random": random_states(),
+            "progress": dict(progress),
+        }
+
+    def capture_replica(self) -> dict[str, Any]:
+        """Return the state of this rank. Collective unless the model is a plain module."""
+        return {
             "model": self._replicas.state_dict(),
             "optimizer": self._stepper.optimizer.state_dict(),
-            "optimizer_spec": self._optimizer_spec(),
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "scaler": self._stepper.scaler.state_dict(),
             "sampler": self._schedule.state_dict(),
-            "random": random_states(),
-            "progress": dict(progress),
         }
 
     def restore(self, state: Mapping[str, Any], path: object) -> dict[str, Any]:
@@ -81,21 +88,31 @@ class TrainingState:
         self._check_model(state["model"], path)
         self._check_optimizer(state, path)
         try:
-            self._schedule.load_state_dict(state["sampler"])
+            self.restore_replica(state)
         except UsageError as error:
             raise UsageError(f"{path} does not match this run: {error}") from None
-        self._replicas.load_state_dict(state["model"])
-        self._stepper.optimizer.load_state_dict(_clone_tensors(state["optimizer"]))
-        if self._scheduler is not None:
-            current = self._scheduler.state_dict()
-            self._scheduler.load_state_dict(_restore_types(current, state["scheduler"]))
-        if state["scaler"]:
-            self._stepper.scaler.load_state_dict(state["scaler"])
         progress: dict[str, Any] = state["progress"]
         # Seed first: the checkpoint has no random state for a rank that the saving run lacked.
         seed_rank(self._seed, self._replicas.rank, progress["step"])
         restore_random_states(state["random"])
         return progress
+
+    def restore_replica(self, state: Mapping[str, Any]) -> None:
+        """Restore a state of `capture_replica`. Collective unless the model is a plain module.
+
+        Raises:
+            UsageError: The data set has a different size, or its order comes from another seed.
+        """
+        self._schedule.load_state_dict(state["sampler"])
+        self._replicas.load_state_dict(state["model"])
+        # A tensor of a checkpoint is a view that keeps the whole buffer of the file alive.
+        optimizer = tree_map_only(Tensor, Tensor.clone, state["optimizer"])
+        self._stepper.optimizer.load_state_dict(optimizer)
+        if self._scheduler is not None:
+            current = self._scheduler.state_dict()
+            self._scheduler.load_state_dict(_restore_types(current, state["scheduler"]))
+        if state["scaler"]:
+            self._stepper.scaler.load_state_dict(state["scaler"])
 
     def _optimizer_spec(self) -> dict[str, Any]:
         """Return the optimizer's class, and the names of the parameters in each group."""
@@ -181,18 +198,6 @@ def _restore_types(template: Any, saved: Any) -> Any:
             saved = [_restore_types(*pair) for pair in zip(template, saved, strict=True)]
         return tuple(saved) if isinstance(template, tuple) else saved
     return saved
-
-
-def _clone_tensors(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state with cloned tensors.
-
-    A tensor of a checkpoint is a view that keeps the whole buffer of the file alive.
-    """
-    states = {
-        index: {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
-        for index, values in optimizer["state"].items()
-    }
-    return {**optimizer, "state": states}
 
 
 def _describe_value(value: Any) -> str:

@@ -148,6 +148,8 @@ class Totals:
 
     sums: dict[str, float] = field(default_factory=dict)
     """The sum of each value by name; "loss" comes first."""
+    weight: float = 0.0
+    """The sum of the weights."""
     mismatched_names: list[str] | None = None
     """The names in a batch that differ from those of the first batch; None if all batches agree."""
 
@@ -161,6 +163,7 @@ class Totals:
         if self.sums and values.keys() != self.sums.keys():
             self.mismatched_names = list(values)
             return
+        self.weight += weight
         for name, value in values.items():
             # A filler batch of weight 0 does not count, even if its value is NaN.
             self.sums[name] = self.sums.get(name, 0.0) + (value * weight if weight else 0.0)
@@ -168,18 +171,20 @@ class Totals:
 
 @dataclass(frozen=True)
 class SyncResult:
-    """The values that all ranks share before an optimizer step."""
+    """The values that the ranks of a step share before the optimizer makes it."""
 
     metrics: dict[str, float]
     """Means over the step's samples: "loss" and the metrics that the loss function returned."""
     is_finite: bool
-    """True if the loss and all checked gradients are finite on all ranks."""
+    """True if the loss and all checked gradients are finite on these ranks."""
     stop_requested: bool
     """True if a rank has been asked to stop."""
 
 
 class StepSync:
-    """The exchange of totals and flags between ranks, whose metrics must have the same names.
+    """The exchange of totals and flags between the ranks of a step.
+
+    Their metrics must have the same names.
 
     Ranks exchange the names once, in the first step. In later steps a rank whose names differ sets
     a flag in the all-reduce. Sums by position are therefore sums by name.
@@ -212,9 +217,11 @@ class StepSync:
             self._names = totals.names
         is_mismatched = totals.mismatched_names is not None or totals.names != self._names
         values = [totals.sums.get(name, 0.0) for name in self._names]
-        *sums, non_finite_ranks, stop_requests, mismatches = self._replicas.sum(
-            [*values, bool(non_finite), stop_requested, is_mismatched]
+        *sums, weight, non_finite_ranks, stop_requests, mismatches = self._replicas.sum_of_step(
+            [*values, totals.weight, bool(non_finite), stop_requested, is_mismatched]
         )
+        if self._replicas.local is not None:  # these ranks have only a part of the step's samples
+            sums = [each / weight if weight else math.nan for each in sums]
         if mismatches:
             check_metric_names(self._gather_names(totals), step, self._names)
         metrics = dict(zip(self._names, sums, strict=True))
@@ -223,8 +230,8 @@ class StepSync:
         )
 
     def _gather_names(self, totals: Totals) -> list[Totals]:
-        names = Totals(dict.fromkeys(totals.names, 0.0), totals.mismatched_names)
-        return self._replicas.gather(names)
+        names = Totals(dict.fromkeys(totals.names, 0.0), mismatched_names=totals.mismatched_names)
+        return self._replicas.gather_of_step(names)
 
     def raise_non_finite(
         self, loss: float, non_finite: str, *, step: str, reason: str = ""
@@ -243,7 +250,7 @@ class StepSync:
         problem = "" if math.isfinite(loss) else f"the loss is {loss}"
         if non_finite:
             problem += f"{', and ' if problem else ''}the gradient of {non_finite} is not finite"
-        problems = self._replicas.gather(problem)
+        problems = self._replicas.gather_of_step(problem)
         description = "; ".join(
             f"on rank {rank} {text}" for rank, text in enumerate(problems) if text
         )

@@ -10,16 +10,26 @@ from os import PathLike
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from phalanx.checkpoints import Checkpointer
 from phalanx.errors import UsageError
+from phalanx.parallel import LocalSGD, SharedDataParallel
 from phalanx.train.batch_schedule import BatchSchedule, MicroBatch
 from phalanx.train.evaluation import Evaluation, Loss, move_to_device, unpack_loss
 from phalanx.train.preemption import PREEMPTION_EXIT_CODE, PreemptionHandler
 from phalanx.train.progress import Display, check_tensorboard, open_tensorboard
 from phalanx.train.random_generators import seed_rank
+from phalanx.train.recovery import (
+    NEWCOMER,
+    NewcomersWait,
+    Recovery,
+    check_model,
+    has_begun,
+    progress_at_start,
+    share_furthest,
+)
 from phalanx.train.replicas import Replicas
 from phalanx.train.state import TrainingState
 from phalanx.train.step import FiniteCheck, Stepper, StepSync, Totals
@@ -68,7 +78,11 @@ class Trainer:
 
     Args:
         model: The model, on its device. Batches are moved to that device.
-        optimizer: The optimizer of the model's parameters.
+        optimizer: The optimizer of the model's parameters. If it is a `phalanx.parallel.LocalSGD`
+            or `DiLoCo`, the ranks of different hosts make steps independently of each other: each
+            host has its part of the global batch, and `loss` and metrics are its own. SIGTERM then
+            ends the training at the next exchange, and before each evaluation and checkpoint all
+            parameters are exchanged. A checkpoint has rank 0's state of the inner optimizer.
         data: The data set to train on. It must have a length.
         loss: A function of the model and a batch. It returns the mean loss over the batch, a tensor
             of one element; or a pair of that and a dict of metrics, numbers that are means over the
@@ -99,6 +113,17 @@ class Trainer:
         tensorboard: A directory for TensorBoard's files, which rank 0 writes. If steps are repeated
             after a restart, TensorBoard shows the new ones. Use a separate directory for each run.
         progress: True to show a progress bar on rank 0, or lines if stderr is not a terminal.
+        elastic: True to continue when ranks are lost, with newcomers in their places, as
+            `phalanx run --elastic` starts them. The model must be a plain module or a
+            SharedDataParallel with elastic=True, and no collective may be between the formation of
+            the group and `fit`. The step in which a rank is lost is
+            repeated. If each lost rank is replaced, the parameters at the end are those of a run
+            without losses, bit for bit; for this, the random generators are seeded in each step.
+            Buffers that a forward pass changes, such as BatchNorm's means, continue from those of a
+            rank that is left.
+        min_ranks: With `elastic`, the least number of ranks with which training continues.
+        wait: With `elastic`, the time to wait for newcomers after a loss, in seconds. If fewer have
+            come, training continues with these, and others join later.
         check_gradients: True to check on each rank that all gradients are finite, which reads each
             of them once. With "float16" the check runs only when the scale of the loss has fallen
             to 1 or less, to name the rank and parameter at fault.
@@ -140,29 +165,95 @@ class Trainer:
         tensorboard: str | PathLike[str] | None = None,
         progress: bool = True,
         check_gradients: bool = True,
+        elastic: bool = False,
+        min_ranks: int = 1,
+        wait: float = 60.0,
     ) -> None:
         _check_limits(epochs, steps, checkpoint_every)
+        self._recovery = Recovery("Trainer", min_ranks, wait) if elastic else None
         self._loss, self._seed, self._on_step = loss, seed, on_step
         self._epochs, self._steps, self._checkpoint_every = epochs, steps, checkpoint_every
         self._global_batch, self._scheduler, self._show_progress = global_batch, scheduler, progress
         self._check_gradients, self._tensorboard = check_gradients, tensorboard
         if tensorboard is not None:
             check_tensorboard()
-        self._replicas = Replicas(model)
+        self._model, self._data, self._evaluated_data = model, data, evaluate
+        self._accumulate, self._loader = accumulate, loader or {}
+        self._local = optimizer if isinstance(optimizer, LocalSGD) else None
+        if self._local is not None:
+            self._check_local(self._local, precision, checkpoints, elastic=elastic)
+            self._local.average = False  # `Replicas` does, before the gradients are clipped
+        self._replicas = Replicas(model, self._local)
         self._stepper = Stepper(model, optimizer, precision, clip, self._replicas.device)
-        self._schedule = BatchSchedule(data, global_batch, accumulate, seed, loader or {})
-        self._evaluation: Evaluation | None = None
-        if evaluate is not None:
-            batch = max(1, global_batch // accumulate // self._replicas.world_size)
-            self._evaluation = Evaluation(evaluate, batch, loss, loader or {})
-        self._state = TrainingState(self._replicas, self._stepper, self._schedule, scheduler, seed)
+        self._divide_work()
+        self._directory: str | PathLike[str] | None = None
+        self._checkpoints: Checkpointer | None = None
         if isinstance(checkpoints, str | PathLike):
-            checkpoints = Checkpointer(checkpoints)
-        self._checkpoints: Checkpointer | None = checkpoints
+            self._directory = checkpoints
+            if not elastic:
+                self._checkpoints = Checkpointer(checkpoints)
+        else:
+            self._checkpoints = checkpoints
+        if elastic:
+            self._check_elastic()
         self._saved_step = 0  # there is nothing to save before the first step
         self._finite_check: FiniteCheck | None = None
-        self._step_sync = StepSync(self._replicas)
+        self._buffers: list[Tensor] = []
+        """The buffers before the current step, if ranks may be lost in it."""
+        self._unfinished: tuple[int, bool] | None = None
+        self._has_tried = self._has_begun = False
+        """The epoch of a completed step, and whether it is over, until all that follows is done."""
         self.result = Result()
+
+    def _divide_work(self) -> None:
+        """Divide the batches among the ranks."""
+        self._replicas = Replicas(self._model, self._local)
+        self._schedule = BatchSchedule(
+            self._data, self._global_batch, self._accumulate, self._seed, self._loader
+        )
+        self._evaluation: Evaluation | None = None
+        if self._evaluated_data is not None:
+            size = self._accumulate * self._replicas.world_size
+            batch = max(1, self._global_batch // size)
+            self._evaluation = Evaluation(self._evaluated_data, batch, self._loss, self._loader)
+        self._state = TrainingState(
+            self._replicas, self._stepper, self._schedule, self._scheduler, self._seed
+        )
+        self._step_sync = StepSync(self._replicas)
+
+    def _check_local(
+        self, local: LocalSGD, precision: str | None, checkpoints: object, *, elastic: bool
+    ) -> None:
+        name = type(local).__name__
+        given = {
+            "elastic=True": elastic or local.elastic,
+            "early=True": local.early,
+            "precision='float16'": precision == "float16",
+        }
+        if any(given.values()):
+            option = next(text for text, is_given in given.items() if is_given)
+            raise UsageError(
+                f"the optimizer {name} with {option} given: hosts would make different numbers of "
+                "steps between two exchanges. Expected one of them"
+            )
+        if isinstance(checkpoints, Checkpointer) and checkpoints.sharded:
+            raise UsageError(
+                f"the optimizer {name} with a sharded Checkpointer given: its state differs "
+                "between hosts. Expected Checkpointer(sharded=False), which saves that of rank 0"
+            )
+        if Replicas(self._model).is_wrapped:
+            raise UsageError(
+                f"the optimizer {name} with a model in {type(self._model).__name__} given, which "
+                "averages over all hosts in each step: expected a plain module"
+            )
+
+    def _check_elastic(self) -> None:
+        check_model("Trainer", self._model)
+        if self._checkpoints is not None:
+            raise UsageError(
+                "elastic=True with a Checkpointer given, which newcomers cannot create: give its "
+                "directory"
+            )
 
     def fit(self) -> Result:
         """Train until the end, starting from the newest checkpoint if there is one. Collective.
@@ -193,18 +284,55 @@ class Trainer:
             >>> result = trainer.fit()
             >>> accuracy = result.evaluation["accuracy"]
         """
-        self._replicas.check()
+        if self._recovery is None:
+            self._train(None, is_first=True)
+        else:
+            self._recovery.run(self._train_elastic, progress_at_start(), self._progress)
+        return self.result
+
+    def _train(self, progress: int | None, *, is_first: bool) -> None:
+        """Train until the end.
+
+        Args:
+            progress: The progress of this rank; see `Recovery.run`.
+            is_first: Whether no rank has tried before.
+        """
+        if is_first:
+            self._replicas.check()
         is_main, has_recorder = self._replicas.rank == 0, self._replicas.uses_phalanx
         display = Display(is_main=is_main, enabled=self._show_progress, has_recorder=has_recorder)
         with contextlib.ExitStack() as stack:
             preemption = stack.enter_context(PreemptionHandler())
             stack.enter_context(display)
             stack.callback(self._set_gradient_check, enabled=False)
-            self._start(display)
+            self._start(display, progress, is_first=is_first)
+            if self._unfinished is not None:
+                self._after_step(display, stop_requested=False)
             while not self._is_finished():
                 self._run_epoch(display, preemption)
+            self._exchange()
             self._save(display)
-        return self.result
+
+    def _train_elastic(self, progress: int | None) -> None:
+        shared = self._shared_model()
+        if shared is not None and not shared.release():
+            progress = NEWCOMER  # others have begun this step, and have the whole state
+        position = self._schedule.state_dict()
+        self._divide_work()
+        self._schedule.load_state_dict(position)
+        if self._directory is not None:
+            self._checkpoints = Checkpointer(self._directory)
+        is_first, self._has_tried = progress is None and not self._has_tried, True
+        self._train(progress, is_first=is_first)
+
+    def _shared_model(self) -> SharedDataParallel | None:
+        return self._model if isinstance(self._model, SharedDataParallel) else None
+
+    def _progress(self) -> int | None:
+        """Return the progress of this rank: it grows with each step, and with what follows it."""
+        if not self._has_begun:
+            return progress_at_start()
+        return 2 * self.result.step + (self._unfinished is None)
 
     def _run_epoch(self, display: Display, preemption: PreemptionHandler) -> None:
         """Make the remaining steps of the epoch or of the run.
@@ -216,6 +344,8 @@ class Trainer:
         with contextlib.closing(self._schedule.steps()) as steps:
 
             def wait_for_batch() -> list[MicroBatch] | None:
+                if self._local is not None:  # the other hosts would wait in the next exchange
+                    return next(steps, None)
                 return preemption.run_interruptible(lambda: next(steps, None))
 
             prefetch = self._schedule.uses_workers
@@ -232,9 +362,27 @@ class Trainer:
                     micro_batches, display, preemption, fetch
                 )
                 self._after_step(display, stop_requested=stop_requested)
+                if self._recovery is None or self._is_finished():
+                    continue
+                if self._recovery.has_newcomers():
+                    raise NewcomersWait
 
-    def _start(self, display: Display) -> None:
-        """Restore a checkpoint or start from scratch, equally on all ranks."""
+    def _start(self, display: Display, progress: int | None, *, is_first: bool) -> None:
+        """Restore a state or start from scratch, equally on all ranks."""
+        if is_first or not has_begun(progress):
+            self._start_from_disk(display)
+        else:
+            self._start_from_memory(progress)
+        shared = self._shared_model()
+        if shared is not None and shared.elastic:
+            shared.form()
+        self._has_begun = True
+        self._stepper.optimizer.zero_grad()
+        display.begin(self.result.step, self._last_step(), self._open_tensorboard())
+        self._set_gradient_check(enabled=not self._stepper.scaler.is_enabled())
+
+    def _start_from_disk(self, display: Display) -> None:
+        """Restore a checkpoint or start from scratch."""
         self.result.losses = []
         seed_rank(self._seed, self._replicas.rank)
         checkpoint = None if self._checkpoints is None else self._checkpoints.load()
@@ -244,9 +392,29 @@ class Trainer:
             self._resume(
                 self._state.restore(checkpoint.state, checkpoint.path), display, checkpoint.path
             )
-        self._stepper.optimizer.zero_grad()
-        display.begin(self.result.step, self._last_step(), self._open_tensorboard())
-        self._set_gradient_check(enabled=not self._stepper.scaler.is_enabled())
+
+    def _start_from_memory(self, progress: int | None) -> None:
+        """Take over the state of the rank that has come furthest."""
+        self._restore_buffers()
+
+        def capture() -> dict[str, Any]:
+            return {
+                "training": self._state.capture_replica(),
+                "result": dict(vars(self.result)),
+                "saved_step": self._saved_step,
+                "unfinished": self._unfinished,
+            }
+
+        if (state := share_furthest(progress, capture)) is not None:
+            self._state.restore_replica(state["training"])
+            vars(self.result).update(state["result"])
+            self._saved_step, self._unfinished = state["saved_step"], state["unfinished"]
+
+    def _restore_buffers(self) -> None:
+        """Undo what the forward passes of an unfinished step did to the buffers."""
+        for buffer, value in zip(self._replicas.inner.buffers(), self._buffers, strict=False):
+            buffer.copy_(value)
+        self._buffers = []
 
     def _open_tensorboard(self) -> Any:
         """Return a TensorBoard writer on rank 0 if one is wanted, else None. Collective.
@@ -299,6 +467,9 @@ class Trainer:
         fetch: _Fetch,
     ) -> tuple[list[MicroBatch] | None, bool]:
         """Make a step; return the fetched micro-batches, and whether to stop after the step."""
+        if self._recovery is not None:
+            seed_rank(self._seed, self._replicas.rank, self.result.step)
+            self._buffers = [each.detach().clone() for each in self._replicas.inner.buffers()]
         totals = Totals()
         for number, micro_batch in enumerate(micro_batches):
             last = number == len(micro_batches) - 1
@@ -312,7 +483,8 @@ class Trainer:
         )
         blocked = time.monotonic() - sync_start if self._replicas.world_size > 1 else 0.0
         metrics, loss = synced.metrics, totals.sums["loss"]
-        if not synced.is_finite and not self._stepper.scaler.is_enabled():
+        is_fatal = not self._stepper.scaler.is_enabled() and self._local is None
+        if not synced.is_finite and is_fatal:  # else the scaler or the next exchange notices it
             self._step_sync.raise_non_finite(loss, non_finite, step=self._describe_step())
         if not self._stepper.step():
             self._handle_skipped_step(loss, non_finite, display)
@@ -322,10 +494,23 @@ class Trainer:
         result = self.result
         result.step, result.loss = result.step + 1, metrics["loss"]
         result.losses.append(result.loss)
+        self._unfinished = self._schedule.epoch, self._schedule.at_end
+        self._buffers = []
         display.step(result.step, self._schedule.epoch, metrics, samples, blocked)
         if self._on_step is not None:
             self._on_step(result.step, metrics)
-        return next_micro_batches, synced.stop_requested
+        return next_micro_batches, self._must_stop(preemption, synced.stop_requested)
+
+    def _must_stop(self, preemption: PreemptionHandler, stop_requested: bool) -> bool:
+        """Return whether all ranks stop after this step; hosts agree on it in exchanges only."""
+        if self._local is None:
+            return stop_requested
+        return self._local.has_exchanged and self._replicas.sum([preemption.requested])[0] > 0
+
+    def _exchange(self) -> None:
+        """Give all ranks the same parameters, if hosts make their own steps."""
+        if self._local is not None:
+            self._local.synchronize()
 
     def _describe_step(self) -> str:
         return f"step {self.result.step + 1} (epoch {self._schedule.epoch + 1})"
@@ -357,11 +542,12 @@ class Trainer:
 
     def _after_step(self, display: Display, *, stop_requested: bool) -> None:
         """End the epoch, evaluate, save and exit, as required after the completed step."""
-        result, epoch, at_end = self.result, self._schedule.epoch, self._schedule.at_end
-        if at_end:
+        result, (epoch, at_end) = self.result, self._unfinished or (self._schedule.epoch, False)
+        if at_end and self._schedule.epoch == epoch:
             self._schedule.next_epoch()
             result.epoch = self._schedule.epoch
         if at_end or self._is_finished():
+            self._exchange()
             if self._evaluation is not None:
                 display.set_activity("evaluating")
                 result.evaluation = self._evaluation.run(self._replicas, self._stepper.autocast)
@@ -372,6 +558,7 @@ class Trainer:
         )
         if due:
             self._save(display)
+        self._unfinished = None
         if stop_requested and not self._is_finished():
             self._exit_preempted(display)
 
@@ -386,6 +573,7 @@ class Trainer:
         result = self.result
         if self._checkpoints is None or result.step == self._saved_step:
             return
+        self._exchange()
         display.flush()
         progress = {
             "step": result.step,

@@ -1,8 +1,9 @@
 """Transports that carry bytes between hosts: existing libraries behind one small interface.
 
 `interface` defines a transport: tagged sends and receives between the ranks of a group, matched in
-the order in which they are posted. Each transport has its own module. Transports are independent of
-collectives, of shared memory and of each other. This module selects the transport of a group.
+the order in which they are posted. Each transport has its own module; `striped` is several of one
+kind, for several connections between two ranks. Transports are independent of collectives, of
+shared memory and of each other. This module selects the transport of a group.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import importlib.util
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
+from torch.distributed import (  # type: ignore[attr-defined] # exported at run time
+    PrefixStore,
+    Store,
+)
 
 from phalanx.errors import UsageError
 from phalanx.system.extras import install_command
@@ -19,6 +23,7 @@ from phalanx.transports import (
     shutdown_hooks as shutdown_hooks,  # must register its exit handler early
 )
 from phalanx.transports.interface import Transfer, Transport, TransportError
+from phalanx.transports.striped import StripedTransport
 
 __all__ = [
     "DEFAULT",
@@ -61,7 +66,9 @@ def check_name(name: object, prefix: str = "") -> None:
         )
 
 
-def open_transport(name: str, store: Store, rank: int, size: int, address: str) -> Transport:
+def open_transport(
+    name: str, store: Store, rank: int, size: int, address: str, connections: int = 1
+) -> Transport:
     """Open this rank's end of a transport; connections to peers are made when first used.
 
     Args:
@@ -70,12 +77,22 @@ def open_transport(name: str, store: Store, rank: int, size: int, address: str) 
         rank: This rank in the group.
         size: World size of the group.
         address: The address on which this rank listens, of an interface that its peers can reach.
+        connections: The number of connections between two ranks; 1 with "mpi".
 
     Raises:
         UsageError: The transport is unknown or not installed.
         TransportError: The transport cannot be opened.
     """
     check_name(name)
+    if connections == 1:
+        return _open(name, store, rank, size, address, 0)
+    stores = [PrefixStore(f"connection{number}", store) for number in range(connections)]
+    return StripedTransport(
+        connections, lambda number: _open(name, stores[number], rank, size, address, number)
+    )
+
+
+def _open(name: str, store: Store, rank: int, size: int, address: str, number: int) -> Transport:
     if name == "mpi":
         from phalanx.transports.mpi import MpiTransport, get_progress_thread
 
@@ -83,7 +100,7 @@ def open_transport(name: str, store: Store, rank: int, size: int, address: str) 
     if name == "relay":
         from phalanx.transports.relay import RelayTransport
 
-        return RelayTransport(store, rank, size, address)
+        return RelayTransport(store, rank, size, address, number)
     from phalanx.transports.gloo import GlooTransport
 
     return GlooTransport(store, rank, size, address)

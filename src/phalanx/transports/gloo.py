@@ -23,8 +23,8 @@ after the peer's acknowledgement.
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
-import socket
 import threading
 import time
 from collections import deque
@@ -40,11 +40,18 @@ from phalanx import env
 from phalanx.errors import UsageError
 from phalanx.system.polling import attempts
 from phalanx.transports.interface import CompletableTransfer, Transfer, Transport, TransportError
+from phalanx.transports.liveness import LivenessProbe, endpoint_of, listen
 from phalanx.transports.shutdown_hooks import delay_shutdown
 
 _gloo: Any = ProcessGroupGloo  # its type stub is incomplete
 # Never reached: the waits for transfers have timeouts of their own.
 _NO_TIMEOUT = timedelta(days=365)
+_CONNECT_TIMEOUT = timedelta(seconds=60)
+"""The time for which Gloo waits for a peer that has requested a connection too.
+
+A peer that dies in that moment never makes it, and Gloo's wait cannot be ended otherwise. Transfers
+do not wait with it.
+"""
 _MIN_TIMEOUT = timedelta(milliseconds=1)
 _ABORT_TAG = 2**31 - 1
 _LEAVE_TAG = 2**31 - 3
@@ -59,7 +66,6 @@ _LIVENESS_KEY = "{}/alive"
 _MAX_PAUSE = 0.1
 """The longest time between two checks whether a peer requests a connection, in seconds."""
 _ABORTED = "this rank has closed its connections"
-_BACKLOG = 4096
 
 
 class _WaitThreads:
@@ -141,7 +147,7 @@ class _GlooTransfer(CompletableTransfer):
     def _wait(self) -> None:
         error: TransportError | None = None
         try:
-            self._work.wait()
+            self._work.wait(_NO_TIMEOUT)
         except RuntimeError as reason:
             error = TransportError(self.peer, _reason(reason))
         self._work = None
@@ -163,50 +169,12 @@ class _PeerConnection:
         """The posts that wait for the connection, with their transfers, in order."""
         self.failure = ""
         """The reason why there will be no connection; empty if there may be one."""
+        self.endpoint = ""
+        """The peer's endpoint for a `LivenessProbe`, once Gloo makes the connection."""
         self.resolved = threading.Event()
         """Set when the connection is made or has failed."""
         self.may_close = threading.Event()
         """Set when the peer has received all sent data, or is gone."""
-
-
-class _LivenessProbe:
-    """A connection to a peer's port, by which this rank detects the peer's end.
-
-    Args:
-        endpoint: The port and the address on which the peer listens.
-    """
-
-    def __init__(self, endpoint: str) -> None:
-        port, _, address = endpoint.partition(" ")
-        self._peer = address, int(port)
-        self._socket: socket.socket | None = None
-
-    def detect_failure(self) -> str:
-        """Return the sign of the peer's end; empty if it is alive or unknown. Never blocks."""
-        try:
-            if self._socket is None:
-                self._connect()
-            elif not self._socket.recv(1):
-                return "it has stopped listening"
-        except (BlockingIOError, InterruptedError):
-            pass
-        except TimeoutError:  # the peer's kernel did not answer: the queue of the port is full
-            self.close()
-        except OSError as error:
-            return error.strerror or str(error)
-        return ""
-
-    def close(self) -> None:
-        """Close the connection."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
-    def _connect(self) -> None:
-        self._socket = socket.socket(_family(self._peer[0]), socket.SOCK_STREAM)
-        self._socket.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            self._socket.connect(self._peer)
 
 
 class GlooTransport(Transport):
@@ -215,16 +183,14 @@ class GlooTransport(Transport):
     def __init__(self, store: Store, rank: int, size: int, address: str) -> None:
         _check_not_advertised()
         options = _gloo._Options()
-        options._timeout = _NO_TIMEOUT
+        options._timeout = _CONNECT_TIMEOUT
         options._threads = 1
         try:
             device = _gloo.create_device(hostname=address, lazy_init=True)
             options._devices = [device]
             self._group: Any = _gloo(store, rank, size, options)
             # Other ranks detect the end of this rank by this port, where it accepts no connection.
-            self._liveness = socket.create_server(
-                (address, 0), family=_family(address), backlog=_BACKLOG
-            )
+            self._liveness = listen(address)
         except (OSError, RuntimeError) as error:
             raise TransportError(-1, f"Gloo cannot listen on {address}: {_reason(error)}") from None
         self._store, self._rank = store, rank
@@ -232,8 +198,7 @@ class GlooTransport(Transport):
         self._connections = [_PeerConnection() for _ in range(size)]
         self._sent_messages: list[object] = []  # buffers that Gloo may still read
         self._is_aborted = False
-        port = self._liveness.getsockname()[1]
-        store.set(_LIVENESS_KEY.format(rank), f"{port} {address}")
+        store.set(_LIVENESS_KEY.format(rank), endpoint_of(self._liveness))
 
     def send(self, data: memoryview, peer: int, tag: int) -> Transfer:
         return self._post("send", data, peer, tag)
@@ -260,7 +225,9 @@ class GlooTransport(Transport):
             with contextlib.suppress(DistError, RuntimeError):
                 self._store.set(_LIVENESS_KEY.format(self._rank), "")
         self.abort()  # otherwise an unanswered receive would keep the connections open
-        self._wait_threads.stop(_LEAVE_SECONDS)
+        # A thread that waits for a peer which will not make the connection returns later.
+        is_stuck = any(each.is_started and not each.resolved.is_set() for each in self._connections)
+        self._wait_threads.stop(0.0 if is_stuck else _LEAVE_SECONDS)
         self._group = None
 
     def _post(self, name: str, data: memoryview, peer: int, tag: int) -> Transfer:
@@ -291,15 +258,15 @@ class GlooTransport(Transport):
         try:
             if not self._wait_for_peer(peer):
                 return
+            endpoint = self._liveness_endpoint(peer)
             with connection.lock:
                 if self._is_aborted:
                     return
-                connection.is_started = True
+                connection.is_started, connection.endpoint = True, endpoint
+            self._wait_threads.submit(partial(self._watch_connecting, connection, peer))
             leave_receive = self._group.recv([message], peer, _LEAVE_TAG)
         except (AttributeError, DistError, RuntimeError) as error:
-            with connection.lock:
-                connection.failure = _reason(error)
-            self._fail_pending(connection, peer, connection.failure)
+            self._give_up(connection, peer, _reason(error))
             connection.resolved.set()
             return
         with connection.lock:
@@ -316,16 +283,15 @@ class GlooTransport(Transport):
             RuntimeError: The peer has left, or its process has ended.
         """
         self._store.set(_CONNECT_KEY.format(self._rank, peer), "")
-        probe: _LivenessProbe | None = None
+        probe: LivenessProbe | None = None
         try:
             for _ in attempts(longest=_MAX_PAUSE):
                 if self._is_aborted:
                     break
                 if self._store.check([_CONNECT_KEY.format(peer, self._rank)]):
-                    self._liveness_endpoint(peer)
                     return True
                 if probe is None and self._store.check([_LIVENESS_KEY.format(peer)]):
-                    probe = _LivenessProbe(self._liveness_endpoint(peer))
+                    probe = LivenessProbe(self._liveness_endpoint(peer))
                 if probe is not None and (reason := probe.detect_failure()):
                     self._liveness_endpoint(peer)
                     raise RuntimeError(reason)
@@ -335,7 +301,7 @@ class GlooTransport(Transport):
         return False
 
     def _liveness_endpoint(self, peer: int) -> str:
-        """Return the peer's endpoint for a `_LivenessProbe`; raise RuntimeError if it has left."""
+        """Return the peer's endpoint for a `LivenessProbe`; raise RuntimeError if it has left."""
         if endpoint := self._store.get(_LIVENESS_KEY.format(peer)).decode():
             return str(endpoint)
         raise RuntimeError("it has left")
@@ -346,7 +312,19 @@ class GlooTransport(Transport):
             with connection.lock:
                 is_started = connection.is_started
             if is_started:
-                connection.resolved.wait(max(0.0, end - time.monotonic()))
+                _wait_until_connected(connection, end)
+
+    def _watch_connecting(self, connection: _PeerConnection, peer: int) -> None:
+        """Fail the transfers that wait for a connection if the peer ends before it is made."""
+        reason = _wait_until_connected(connection, math.inf)
+        # The peer may have ended just after it had made the connection.
+        if reason and not connection.resolved.wait(_MAX_PAUSE):
+            self._give_up(connection, peer, reason)
+
+    def _give_up(self, connection: _PeerConnection, peer: int, reason: str) -> None:
+        with connection.lock:
+            connection.failure = connection.failure or reason
+        self._fail_pending(connection, peer, connection.failure)
 
     @staticmethod
     def _fail_pending(connection: _PeerConnection, peer: int, reason: str) -> None:
@@ -380,7 +358,7 @@ class GlooTransport(Transport):
         """Receive leave messages and acknowledge them, until the connection is closed."""
         try:
             while True:
-                leave_receive.wait()
+                leave_receive.wait(_NO_TIMEOUT)
                 if message.item() == _LEAVE:
                     self._send_leave_message(peer, _LEAVE_ACK)
                 else:
@@ -402,8 +380,20 @@ class GlooTransport(Transport):
             transfer.complete(TransportError(transfer.peer, _reason(error)))
 
 
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
+def _wait_until_connected(connection: _PeerConnection, end: float) -> str:
+    """Block until the connection is made or has failed, the peer has ended, or until `end`.
+
+    Returns:
+        The sign of the peer's end; empty if there is none.
+    """
+    probe, reason = LivenessProbe(connection.endpoint), ""
+    try:
+        for _ in attempts(end, longest=_MAX_PAUSE):
+            if connection.resolved.is_set() or (reason := probe.detect_failure()):
+                break
+    finally:
+        probe.close()
+    return reason
 
 
 def _check_not_advertised() -> None:

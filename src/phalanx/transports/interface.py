@@ -96,6 +96,13 @@ class Transport(ABC):
             TransportError: The peer is known to be gone, or the transport was aborted.
         """
 
+    def has_ended(self, peer: int) -> bool:  # noqa: ARG002 - of transports that know it
+        """Return whether a peer is known to have left for good, or died; never block.
+
+        It may be asked also after `abort`. A peer that has only aborted has not ended.
+        """
+        return False
+
     @abstractmethod
     def abort(self) -> None:
         """Fail all pending transfers with `TransportError`, here and soon on their peers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from tests.conformance.library_suite.scope import CPU_DEVICES, suite_of
@@ -51,32 +52,32 @@ def run(
         outcomes[test] = outcome
         report(test, outcome)
 
-    for file in files:
+    # Its path is short: tests put sockets there, whose paths have at most 107 bytes.
+    with TemporaryDirectory() as scratch:
+        for file in files:
 
-        def start(file: str = file) -> Server:
-            return _server(column, checkout, file, limit)
+            def start(file: str = file) -> Server:
+                return _server(column, checkout, file, limit, scratch)
 
-        try:
-            run_on(
-                start,
-                lambda test, file=file: chosen(f"{file}::{test}"),
-                jobs=jobs,
-                report=lambda test, outcome, file=file: record(f"{file}::{test}", outcome),
-            )
-        except RuntimeError as error:
-            record(f"{file}::{IMPORT}", Outcome("fail", str(error), 0.0))
+            try:
+                run_on(
+                    start,
+                    lambda test, file=file: chosen(f"{file}::{test}"),
+                    jobs=jobs,
+                    report=lambda test, outcome, file=file: record(f"{file}::{test}", outcome),
+                )
+            except RuntimeError as error:
+                record(f"{file}::{IMPORT}", Outcome("fail", str(error), 0.0))
     return outcomes
 
 
-def _server(column: str, checkout: Path, file: str, limit: int) -> Server:
+def _server(column: str, checkout: Path, file: str, limit: int, scratch: str) -> Server:
     folder = LOGS / column / file.removesuffix(".py")
-    scratch = folder / "tmp"
-    scratch.mkdir(parents=True, exist_ok=True)
     environment = {
         **COLUMNS[column],
         "LIBRARY_SUITE_FILE": str((checkout / "test" / "distributed" / file).resolve()),
         "LIBRARY_SUITE_CPU_DEVICES": str(CPU_DEVICES.get(suite_of(file), 0)),
         "PYTORCH_PRINT_REPRO_ON_FAILURE": "0",
-        "TMPDIR": str(scratch),
+        "TMPDIR": scratch,
     }
     return Server(f"{__package__}.server", folder, environment, limit)

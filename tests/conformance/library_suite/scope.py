@@ -18,6 +18,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "FSDP2 and replicate": ("_composable/**/test_*.py",),
     "FSDP1": ("fsdp/test_*.py",),
     "Checkpoint": ("checkpoint/**/test_*.py",),
+    "Fault tolerance": ("test_c10d_fault_tolerance.py",),  # from PyTorch 2.14 on
     "Join": ("algorithms/test_join.py",),
     "ZeRO and other optimizers": ("optim/test_*.py",),
     "DDP hooks": ("algorithms/ddp_comm_hooks/test_*.py",),

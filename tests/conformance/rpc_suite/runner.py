@@ -19,7 +19,13 @@ COLUMNS = {
     "phalanx": {"RPC_SUITE_COLUMN": "phalanx", "PHALANX_REPLACE": "gloo"},
 }
 LOGS = ROOT / "build" / "conformance-rpc"
-_ENVIRONMENT = {"TP_SOCKET_IFNAME": "lo", "PYTORCH_PRINT_REPRO_ON_FAILURE": "0"}
+# With the barrier after the creation of the default group: tests of DDP under RPC call workers as
+# soon as the caller has it, and fail or time out if a worker is late.
+_ENVIRONMENT = {
+    "TP_SOCKET_IFNAME": "lo",
+    "PYTORCH_PRINT_REPRO_ON_FAILURE": "0",
+    "TORCH_DIST_INIT_BARRIER": "1",
+}
 
 
 def run(

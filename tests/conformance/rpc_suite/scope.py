@@ -92,9 +92,6 @@ DIFFERENCES: dict[str, str] = {
     "DistAutogradTest.test_no_grad_copy": (
         "of two parameters with the same gradient tensor one keeps it; PyTorch copies both"
     ),
-    "TensorPipeAgentRpcTest.test_dynamic_*": (
-        "init_rpc needs the number of workers: a group whose workers join and leave is not there"
-    ),
     "DistAutogradTest.test_grad_copy_sparse_indices_extra_ref": (
         "a sparse gradient whose parts are held elsewhere is copied; PyTorch shares them"
     ),

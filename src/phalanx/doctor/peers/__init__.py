@@ -5,7 +5,7 @@
   an implementation in a thread. `ranks` sends them through the store of a job, `ssh` through a
   shell on another machine.
 - `links`: the schedule of the pairs, such that no pair disturbs another, the measurements, and the
-  findings about them.
+  findings about them. `methods` has the times of exchanges over a slow link.
 
 The measurements use plain sockets rather than a process group. A group fails as a whole if two of
 its ranks do not reach each other, which would leave the other pairs unknown.

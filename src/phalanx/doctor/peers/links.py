@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx import env
 from phalanx.doctor.finding import Finding, FindingFactory
+from phalanx.doctor.peers import methods
 from phalanx.doctor.peers.probes import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class Network:
             *self._version_differences(),
             *self._blocked_links(),
             *self._outliers(),
+            *self._methods(),
             *self._remote_findings(),
         ]
 
@@ -179,6 +181,31 @@ class Network:
                     "switch (`ethtool`), and other users of the link.",
                     **{"from": source, "to": target},
                 )
+
+    def _methods(self) -> Iterator[Finding]:
+        """Compare the methods of training if the slowest link is slow."""
+        links = [link for link in self.links if link.via == "network" and link.bandwidth]
+        slowest = min(links, key=lambda link: link.bandwidth or 0.0, default=None)
+        if slowest is None or not slowest.bandwidth or slowest.bandwidth >= methods.SLOW:
+            return
+        present = sum(not host.error for host in self.hosts)
+        seconds = methods.seconds_per_step(1e6, present, slowest.bandwidth)
+        times = {name: methods.format_seconds(value) for name, value in seconds.items()}
+        source, target = self.hosts[slowest.source].name, self.hosts[slowest.target].name
+        yield _finding.note(
+            "methods",
+            f"the slowest link, {source} to {target}, carries {format_bandwidth(slowest)}: for "
+            f"each million parameters, each of {present} hosts sends "
+            f"{methods.elements_sent(present):.3g} million values in a step, in "
+            f"{times['float32']} (float32, {methods.FLOAT32:g} bytes each) or {times['int8']} "
+            f"(int8, {methods.INT8:.3g} bytes); DiLoCo with every={methods.EVERY} in int8 needs "
+            f"{times['diloco']} per step",
+            "Compare with the time that a step computes. Where float32 takes longer, pass "
+            "phalanx.Options(compress='int8') to the group; where int8 does, use "
+            "phalanx.parallel.DiLoCo. The guide 'Train across slow links' has figures.",
+            seconds_per_million_parameters=seconds,
+            **{"from": source, "to": target},
+        )
 
     def _remote_findings(self) -> Iterator[Finding]:
         """Yield the findings of the other hosts about themselves, equal findings only once."""

@@ -8,6 +8,7 @@
 - `gradients`: collection of gradients bucket by bucket, and clipping by their norm.
 - `reducer`: the average of each bucket.
 - `optimizer`: updates of this rank's slices, and the state of the whole optimizer.
+- `journal`: optimizer state that outlives a lost rank, and the old values of what ranks update.
 """
 
 from phalanx.parallel.shared_data_parallel.module import BUCKET_BYTES, SharedDataParallel

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +14,8 @@ from torch.utils.dlpack import from_dlpack
 import phalanx
 from phalanx import _native
 from phalanx.errors import PhalanxError
+from phalanx.parallel.groups import create_group, equalize_group_counts
 from phalanx.parallel.shared_data_parallel.layout import PAGE_BYTES, Bucket, round_up
-from phalanx.torch_versions import form_local_group
 
 
 @dataclass(frozen=True)
@@ -64,50 +62,10 @@ def find_topology(group: dist.ProcessGroup | None) -> RankTopology:
     rail = [ranks[local_rank] for ranks in hosts] if local_rank < owners else [dist.get_rank()]
     assert whole is not None  # there is a default group: host_ranks has checked
     rails = [[ranks[number] for ranks in hosts] for number in range(owners)]
-    if whole is not dist.group.WORLD:
-        _equalize_group_counts(whole)
-    host_group = _create_group(whole, hosts, own)
-    rail_group = _create_group(whole, rails, rail)
+    equalize_group_counts(whole)
+    host_group = create_group(whole, hosts, own)
+    rail_group = create_group(whole, rails, rail)
     return RankTopology(whole, host_group, rail_group, local_rank, len(own), owners, len(hosts))
-
-
-def _create_group(
-    whole: dist.ProcessGroup, rank_lists: list[list[int]], own: list[int]
-) -> dist.ProcessGroup | None:
-    """Create the groups of these ranks; return that of `own`, or None if it has no other rank."""
-    if whole is not dist.group.WORLD:
-        # Even for this rank alone, so that all ranks create equally many groups.
-        group = form_local_group(own, **_options(whole))
-        return group if len(own) > 1 else None
-    own_group = None
-    for ranks in rank_lists:
-        if len(ranks) > 1:
-            group = dist.new_group(ranks, **_options(whole))
-            own_group = group if ranks == own else own_group
-    return own_group
-
-
-def _equalize_group_counts(whole: dist.ProcessGroup) -> None:
-    """Make each rank of a group a member of equally many groups.
-
-    PyTorch names a group that only its members create by the number of groups in which each member
-    is. If groups overlap, these numbers differ, and the members would not find each other. So
-    ranks with fewer groups create groups of themselves alone.
-    """
-    count = len(dist.distributed_c10d._world.pg_names)
-    counts = [0] * dist.get_world_size(whole)
-    dist.all_gather_object(counts, count, group=whole)
-    for _ in range(max(counts) - count):
-        form_local_group([dist.get_rank()], **_options(whole))
-
-
-def _options(whole: dist.ProcessGroup) -> dict[str, Any]:
-    """Return the options for a new group with the backend and the timeout of this one."""
-    options: dict[str, Any] = {"backend": dist.get_backend(whole)}
-    timeout = getattr(whole, "_timeout", None)  # PyTorch has no public API for it
-    if isinstance(timeout, float):
-        options["timeout"] = timedelta(seconds=timeout)
-    return options
 
 
 class HostMemory:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -21,7 +22,11 @@ from phalanx.parallel.shared_data_parallel.deferred_linear import (
 )
 from phalanx.parallel.shared_data_parallel.gradients import Gradients
 from phalanx.parallel.shared_data_parallel.optimizer import ShardedOptimizer
-from phalanx.parallel.shared_data_parallel.parameters import share_parameters
+from phalanx.parallel.shared_data_parallel.parameters import (
+    SharedParameters,
+    check_supported,
+    share_parameters,
+)
 from phalanx.parallel.sync_batch_norm import SyncBatchNorm
 
 #: The default size of a bucket, which is reduced at once, in bytes.
@@ -76,8 +81,14 @@ class SharedDataParallel(nn.Module):
             may leave out different parameters. A separate thread then reduces the gradients, and
             those for which there is no free buffer yet stay in `grad`. None: whether the module has
             a SyncBatchNorm, PyTorch's or `phalanx.parallel`'s.
+        elastic: True for a training that continues when ranks are lost, by
+            `phalanx.train.Elastic` or `Trainer(elastic=True)`, on the default group. The model is
+            shared when the training begins, and shared anew after each change of the ranks. The
+            optimizer that `optimizer` makes keeps its state in memory that outlives the ranks. If a
+            rank is lost during a step of it, the others complete that step. This costs a copy of
+            the old values of what the step updates.
 
-    Blocks until all ranks have constructed theirs.
+    Blocks until all ranks have constructed theirs, unless `elastic` is true.
 
     Raises:
         UsageError: There is no process group, there is nothing to train, a parameter is not dense,
@@ -103,6 +114,7 @@ class SharedDataParallel(nn.Module):
         broadcast_buffers: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
         collective_backward: bool | None = None,
+        elastic: bool = False,
     ) -> None:
         if not dist.is_initialized():
             raise UsageError(
@@ -113,36 +125,81 @@ class SharedDataParallel(nn.Module):
             raise UsageError(
                 f"SharedDataParallel: bucket_bytes {bucket_bytes} given, expected above 0"
             )
+        if elastic and group is not None:
+            raise UsageError(
+                "SharedDataParallel: elastic=True with a group given, expected the default group"
+            )
         super().__init__()
+        check_supported(module)
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         self.require_backward_grad_sync = True
-        self._shared = share_parameters(module, group, bucket_bytes)
         if collective_backward is None:
             collective_backward = any(isinstance(part, _COLLECTIVE) for part in module.modules())
-        self._gradients = Gradients(self._shared, nonblocking=collective_backward)
+        self.elastic = elastic
+        """True if the model is for a training that continues when ranks are lost."""
+        self._trained = [each for each in module.parameters() if each.requires_grad]
+        self._optimizers: list[ShardedOptimizer] = []
+        self._arguments = group, bucket_bytes, collective_backward
+        self._shared: SharedParameters | None = None
+        # Hooks on the accumulation nodes: post-accumulate-grad hooks are not called if a gradient
+        # is deferred.
+        self._accumulation_nodes = [accumulation_node(each) for each in self._trained]
+        for number, node in enumerate(self._accumulation_nodes):
+            node.register_hook(self._make_gradient_hook(number))
+        if not elastic:
+            self.form()
+
+    def form(self) -> None:
+        """Share the model, and the work of its optimizers, among the ranks of the group.
+
+        Collective. An elastic loop calls it at the start and after each change of the ranks.
+        Parameters and buffers take the values of the group's rank 0. Nothing happens if the model
+        is shared already.
+        """
+        if self._shared is not None:
+            return
+        group, bucket_bytes, collective_backward = self._arguments
+        self._shared = shared = share_parameters(self.module, group, bucket_bytes)
+        self._gradients = Gradients(shared, nonblocking=collective_backward)
         self._backward_tracker = BackwardTracker()
         self._broadcast_buffers()
         self._deferred_linear = DeferredLinearGrad(
-            [
-                (n, weight)
-                for n, weight in enumerate(self._shared.trained)
-                if is_row_major_matrix(weight)
-            ],
+            [(n, weight) for n, weight in enumerate(shared.trained) if is_row_major_matrix(weight)],
             self._gradients.defer,
         )
-        # Hooks on the accumulation nodes: post-accumulate-grad hooks are not called if a gradient
-        # is deferred.
-        self._accumulation_nodes = [
-            accumulation_node(parameter) for parameter in self._shared.trained
-        ]
-        for number, node in enumerate(self._accumulation_nodes):
-            node.register_hook(self._make_gradient_hook(number))
+        for optimizer in self._optimizers:
+            optimizer.attach(shared, self._gradients)
+        if self.elastic:
+            gc.collect()  # the memory that was shared before, which is part of cycles
+
+    def release(self) -> bool:
+        """Take the state of the training out of the memory of the host, after a loss of ranks.
+
+        An elastic loop calls it before `form`. In between, `state_dict` of the model and of its
+        optimizers return the state, and `load_state_dict` replaces it, on this rank alone.
+
+        Returns:
+            False if this rank has no whole state: a step of an optimizer was begun that only lost
+            ranks could have completed.
+        """
+        if self._shared is None:
+            return True
+        is_whole = [optimizer.release() for optimizer in self._optimizers]
+        for parameter in self._trained:
+            parameter.grad = None
+        self._shared = None
+        return all(is_whole)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Run the module; in training, the next backward pass averages the gradients."""
         if not torch.is_grad_enabled():
             return self.module(*inputs, **keywords)
+        if self._shared is None:
+            raise UsageError(
+                "SharedDataParallel(elastic=True): the forward pass came before the training, "
+                "expected one in the loop of Elastic or Trainer"
+            )
         if self._gradients.in_progress:
             raise UsageError(
                 "SharedDataParallel: an exception interrupted the last backward pass, so the "
@@ -203,14 +260,19 @@ class SharedDataParallel(nn.Module):
             >>> groups = [{"params": model.parameters(), "weight_decay": 0.01}]
             >>> optimizer = model.optimizer(torch.optim.AdamW, groups, lr=1e-3, fused=True)
         """
-        return ShardedOptimizer(
-            self._shared,
-            self._gradients,
+        optimizer = ShardedOptimizer(
+            self._trained,
             optimizer_class,
             params,
             elementwise=elementwise,
+            elastic=self.elastic,
             **options,
         )
+        if self._shared is not None:
+            optimizer.attach(self._shared, self._gradients)
+        if self.elastic:
+            self._optimizers.append(optimizer)
+        return optimizer
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
@@ -278,7 +340,7 @@ class SharedDataParallel(nn.Module):
             if buffer.numel():
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for buffers in by_dtype.values():
-            run_packed(dist.broadcast, buffers, group=self._shared.topology.group, group_src=0)
+            run_packed(dist.broadcast, buffers, group=self._arguments[0], group_src=0)
 
 
 class PlainCopy(nn.Module):

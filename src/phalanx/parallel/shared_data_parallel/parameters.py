@@ -80,11 +80,9 @@ def share_parameters(
         bucket_bytes: The size of a bucket in bytes.
 
     Raises:
-        UsageError: No parameter requires a gradient, a parameter is not supported, or the models
-            of the ranks differ.
+        UsageError: The models of the ranks differ.
         PhalanxError: There is not enough memory.
     """
-    _check_supported(module)
     topology = find_topology(group)
     _check_same_model(module, topology)
     parameters = list(module.parameters())
@@ -97,7 +95,7 @@ def share_parameters(
     return SharedParameters(trained, layout, topology, memory, views)
 
 
-def _check_supported(module: nn.Module) -> None:
+def check_supported(module: nn.Module) -> None:
     """Check that a module can be made data-parallel, without communication.
 
     Raises:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from phalanx.rpc.autograd.nodes import (
     AutogradMetadata,
     RecvRpcBackward,
     SendHandles,
+    SharedTensor,
     Source,
     leaves,
     make_handle,
@@ -53,11 +54,11 @@ class PeerGraphs:
 
     def begin_backward(self, peer: int, request: BackwardRequest) -> PendingCall:
         """Call the peer's `backward` without waiting for its answer."""
-        return calls.begin(peer, _backward, (request,))
+        return calls.begin(peer, _backward, request.to_plain())
 
     def has_context(self, peer: int, number: int) -> bool:
         """Return whether the peer exists and has this context open; block until it answers."""
-        if peer >= len(agent().peers):
+        if peer not in agent().peers:
             return False
         answer: bool = calls.rpc_sync(peer, _has_context, (number,))
         return answer
@@ -178,6 +179,35 @@ class AutogradGraph:
             result[at] = tensor
         return result
 
+    def share(self, peer: int, tensor: Tensor) -> int:
+        """Keep a handle of a tensor that a peer reads in this worker's memory; return its number.
+
+        The peer releases it (`release`).
+        """
+        number = next(self._numbers)
+        with torch.enable_grad():
+            self.send_handles.keep(peer, number, {0: make_handle(tensor)})
+        return number
+
+    def is_shared(self, number: int) -> bool:
+        """Return whether the peer still uses a handle that `share` returned."""
+        return self.send_handles.get(Source(self._worker, number, 0)) is not None
+
+    def receive_shared(self, peer: int, number: int, values: Tensor) -> SharedTensor:
+        """Return a tensor that this worker reads in a peer's memory, given the handle's number."""
+        self._releases.start()
+        self._received.add((peer, number))
+        return SharedTensor(self, peer, number, values)
+
+    def release_shared(self, shared: SharedTensor) -> None:
+        """Release the peer's handle of a shared tensor."""
+        self._received.discard((shared.peer, shared.number))
+        self._releases.add(shared.peer, shared.number)
+
+    def next_order(self) -> int:
+        """Return the index of a new node among the nodes of this process."""
+        return next(self._orders)
+
     def _attach(
         self, peer: int, metadata: AutogradMetadata, tensors: list[Tensor]
     ) -> tuple[Tensor, ...]:
@@ -189,7 +219,7 @@ class AutogradGraph:
         }
         self._releases.start()
         self._received.add((peer, metadata.number))
-        recv = RecvRpcBackward(self, peer, metadata, tuple(own_handles), next(self._orders))
+        recv = RecvRpcBackward(self, peer, metadata, tuple(own_handles), self.next_order())
         return receive(recv, tensors, list(own_handles.values()))
 
     def propagate(
@@ -297,7 +327,8 @@ class AutogradGraph:
             torch._C._current_graph_task_id(),
             (recv.order,),
             frozenset(recv.local_sources),
-            torch._C._autograd._get_current_graph_task_keep_graph(),
+            # All uses of a shared tensor have one handle.
+            recv.shared is not None or torch._C._autograd._get_current_graph_task_keep_graph(),
             self.contexts.oldest_context if root.worker == self._worker else 0,
         )
         if remote_backward is None:
@@ -369,6 +400,18 @@ class BackwardRequest(NamedTuple):
     stop: frozenset[Source]
     retain_graph: bool
     oldest_context: int
+
+    def to_plain(self) -> tuple[Any, ...]:
+        """Return the request as plain values, which are pickled several times as fast."""
+        stop = tuple(map(tuple, self.stop))
+        return tuple(self._replace(root=tuple(self.root), stop=stop))  # type: ignore[arg-type]
+
+    @classmethod
+    def from_plain(cls, values: tuple[Any, ...]) -> BackwardRequest:
+        """Return a request, given its plain values."""
+        request = cls._make(values)
+        stop = frozenset(map(Source._make, request.stop))
+        return request._replace(root=Root._make(request.root), stop=stop)
 
 
 class BackwardResponse(NamedTuple):
@@ -494,9 +537,9 @@ def graph() -> AutogradGraph:
     return cast("AutogradGraph", agent().autograd_hook)
 
 
-def _backward(request: BackwardRequest) -> BackwardResponse | None:
+def _backward(*values: Any) -> BackwardResponse | None:
     try:
-        return graph().backward(request)
+        return graph().backward(BackwardRequest.from_plain(values))
     except (PhalanxError, UsageError):  # raised by a worker further along, or for a lost one
         raise
     except Exception as error:

@@ -101,6 +101,34 @@ class SendHandles:
         del released
 
 
+class SharedTensor:
+    """A tensor of a peer that this worker reads in the peer's memory.
+
+    It is as if the peer sent it for every use, except that the peer keeps one handle for all uses,
+    until this object and all graphs with the tensor are freed.
+
+    Args:
+        graph: The graph of this worker.
+        peer: The id of the worker that has the tensor.
+        number: The number of the handle.
+        values: The values, in memory that this worker has mapped.
+    """
+
+    def __init__(self, graph: BackwardGraph, peer: int, number: int, values: Tensor) -> None:
+        self._graph, self.peer, self.number, self.values = graph, peer, number, values
+        self._metadata = AutogradMetadata(number, (0,), ())
+
+    def attach(self) -> Tensor:
+        """Return the tensor, whose gradients go to the peer, with the present values."""
+        order = self._graph.next_order()
+        recv = RecvRpcBackward(self._graph, self.peer, self._metadata, (), order, self)
+        (output,) = receive(recv, [self.values.detach()], [])
+        return output
+
+    def __del__(self) -> None:
+        self._graph.release_shared(self)
+
+
 class BackwardGraph(Protocol):
     """The interface of the graph to which a node belongs."""
 
@@ -109,8 +137,14 @@ class BackwardGraph(Protocol):
     ) -> list[Tensor | None]:
         """Send gradients to the tensors' sender, and return those of `recv.local_sources`."""
 
+    def next_order(self) -> int:
+        """Return the index of a new node."""
+
     def release_received(self, recv: RecvRpcBackward) -> None:
         """Record that the node has been freed."""
+
+    def release_shared(self, shared: SharedTensor) -> None:
+        """Record that a shared tensor is no longer used."""
 
 
 class RecvRpcBackward:
@@ -123,7 +157,9 @@ class RecvRpcBackward:
         local_sources: The tensors on which they depend that this worker sent, in the order of the
             node's inputs.
         order: The node's index among the nodes of this process, in order of creation.
-        unfinished: Indices of the tensors for which the peer still keeps its graph.
+        shared: The peer's tensor that this node represents in place of a message, or None.
+        unfinished: Indices of the tensors for which the peer still keeps its graph, until this node
+            is freed.
     """
 
     def __init__(
@@ -133,10 +169,11 @@ class RecvRpcBackward:
         metadata: AutogradMetadata,
         local_sources: tuple[Source, ...],
         order: int,
+        shared: object = None,
     ) -> None:
         self._graph, self.peer, self.metadata = graph, peer, metadata
-        self.local_sources, self.order = local_sources, order
-        self.unfinished = set(metadata.indices)
+        self.local_sources, self.order, self.shared = local_sources, order, shared
+        self.unfinished = set(() if shared else metadata.indices)
 
     def source(self, output: int) -> Source:
         """Return the identifier of an output of the node."""
@@ -151,7 +188,8 @@ class RecvRpcBackward:
         return self._graph.propagate(self, gradients)
 
     def __del__(self) -> None:
-        self._graph.release_received(self)
+        if self.shared is None:
+            self._graph.release_received(self)
 
 
 class _RecvRpc(torch.autograd.Function):

@@ -80,6 +80,11 @@ class RelayConnection:
             self.close()
             raise TransportError(-1, f"no connection to the relay at {endpoint}: {self._reason}")
 
+    @property
+    def is_lost(self) -> bool:
+        """True if the relay has ended, or is known to be unreachable."""
+        return bool(self._reason)
+
     def add_listener(self, channel: bytes, listener: Listener) -> None:
         """Register a listener for a channel.
 

@@ -47,11 +47,14 @@ class RelayAccess(NamedTuple):
 
 
 class _ProcessState:
-    """The connections of this process by endpoint, and its relay; a forked child has none."""
+    """The connections of this process by endpoint and number, and its relay.
+
+    A forked child has none.
+    """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.connections: dict[str, RelayConnection] = {}
+        self.connections: dict[tuple[str, int], RelayConnection] = {}
         self.server: RelayServer | None = None
         self.location: dict[str, str] = {}
 
@@ -60,7 +63,7 @@ _lock = threading.Lock()
 _process = _ProcessState()
 
 
-def connect(store: Store, rank: int, address: str) -> RelayAccess:
+def connect(store: Store, rank: int, address: str, number: int = 0) -> RelayAccess:
     """Connect this rank to the relay of its group.
 
     Rank 0 publishes the address of the relay. It uses the relay of another group if it knows one,
@@ -70,6 +73,7 @@ def connect(store: Store, rank: int, address: str) -> RelayAccess:
         store: The store of this transport.
         rank: This rank in the group.
         address: The address on which this rank listens if it starts the relay.
+        number: The number of the connection, if this process has several to the relay.
 
     Raises:
         UsageError: The job has no key, or an environment variable is malformed.
@@ -88,13 +92,15 @@ def connect(store: Store, rank: int, address: str) -> RelayAccess:
     location = {} if rank == 0 else _wait_for_location(store)
     with _lock:
         state = _process_state()
+        # A group that is broken since its relay has ended may not have left yet.
+        state.connections = {at: it for at, it in state.connections.items() if not it.is_lost}
         location = location or _publish(state, store, secret, address)
         if "error" in location:
             raise TransportError(0, f"rank 0 cannot start the relay: {location['error']}")
         endpoint = _endpoint_for_this_host(location)
-        if endpoint not in state.connections:
-            state.connections[endpoint] = RelayConnection(endpoint, secret)
-        connection = state.connections[endpoint]
+        if (endpoint, number) not in state.connections:
+            state.connections[endpoint, number] = RelayConnection(endpoint, secret)
+        connection = state.connections[endpoint, number]
         state.location = {name: location[name] for name in ("remote", "local", "network")}
         channel, host_rank = bytes.fromhex(location["channel"]), 0 if location["hosted"] else -1
         return RelayAccess(channel, connection, host_rank, state.server)
@@ -114,10 +120,10 @@ def disconnect(access: RelayAccess, rank: int) -> None:
         )
     with _lock:
         if access.connection.remove_listener(access.channel):
-            for endpoint in [e for e, c in _process.connections.items() if c is access.connection]:
-                del _process.connections[endpoint]
+            for at in [at for at, it in _process.connections.items() if it is access.connection]:
+                del _process.connections[at]
             access.connection.close()
-        if _process.server is not None and not _process.server.channels.has_ranks:
+        if _process.server is not None and not _process.server.channels.is_in_use:
             _process.server.close()
             _process.server = None
 

@@ -176,12 +176,19 @@ class ChannelRegistry:
         self._ranks: dict[tuple[bytes, bytes], int] = {}  # by process and channel
         self._processes: dict[tuple[bytes, int], bytes] = {}  # by channel and rank
         self._gone: dict[tuple[bytes, int], int] = {}
+        self._aborted: dict[bytes, set[tuple[bytes, int]]] = {}
+        """By process, the members that have aborted; their end is reported too."""
         self._subscribers: dict[tuple[bytes, int], dict[tuple[bytes, int], bytes]] = {}
 
     @property
     def has_ranks(self) -> bool:
         """True if any rank is in any channel."""
         return bool(self._processes)
+
+    @property
+    def is_in_use(self) -> bool:
+        """True if any rank is in any channel, or has aborted and may ask whether others ended."""
+        return bool(self._processes or self._aborted)
 
     def has_others(self, channel: bytes, rank: int) -> bool:
         """Return whether ranks other than this one are in a channel."""
@@ -212,28 +219,47 @@ class ChannelRegistry:
             subscribers = self._subscribers.get(member, {}).values()
             return [(Frame(Kind.PRESENT, channel, frame.peer), each) for each in subscribers]
         if rank is None:
+            aborted = self._aborted.get(process, set())
+            rank = next((rank for each, rank in aborted if each == channel), None)
+        if rank is None:
             return []
         if frame.kind is Kind.LEAVE:
-            return self._leave(process, channel, frame.value)
-        if member in self._gone:
-            return [(Frame(Kind.GONE, channel, frame.peer, value=self._gone[member]), process)]
-        self._subscribers.setdefault(member, {})[channel, rank] = process
+            return self._leave(process, channel, rank, frame.value)
+        gone = self._gone.get(member)
+        if gone in (None, LeaveReason.ABORTED):
+            self._subscribers.setdefault(member, {})[channel, rank] = process
+        if gone is not None:
+            return [(Frame(Kind.GONE, channel, frame.peer, value=gone), process)]
         if member in self._processes:
             return [(Frame(Kind.PRESENT, channel, frame.peer), process)]
         return []
 
     def remove_process(self, process: bytes) -> list[tuple[Frame, bytes]]:
         """Handle a lost process; return the frames to send with their processes."""
-        channels = [channel for member, channel in self._ranks if member == process]
+        members = [
+            (channel, rank) for (each, channel), rank in self._ranks.items() if each == process
+        ]
+        members += self._aborted.get(process, ())
         return [
             frame
-            for channel in channels
-            for frame in self._leave(process, channel, LeaveReason.DIED)
+            for channel, rank in members
+            for frame in self._leave(process, channel, rank, LeaveReason.DIED)
         ]
 
-    def _leave(self, process: bytes, channel: bytes, reason: int) -> list[tuple[Frame, bytes]]:
-        rank = self._ranks.pop((process, channel))
-        del self._processes[channel, rank]
-        self._gone[channel, rank] = reason
-        subscribers = self._subscribers.pop((channel, rank), {}).values()
+    def _leave(
+        self, process: bytes, channel: bytes, rank: int, reason: int
+    ) -> list[tuple[Frame, bytes]]:
+        member = (channel, rank)
+        self._ranks.pop((process, channel), None)
+        self._processes.pop(member, None)
+        self._gone[member] = reason
+        subscribers = list(self._subscribers.get(member, {}).values())
+        if reason == LeaveReason.ABORTED:
+            self._aborted.setdefault(process, set()).add(member)
+        else:
+            self._subscribers.pop(member, None)
+            if aborted := self._aborted.get(process):
+                aborted.discard(member)
+                if not aborted:
+                    del self._aborted[process]
         return [(Frame(Kind.GONE, channel, rank, value=reason), each) for each in subscribers]

@@ -40,15 +40,18 @@ _MAX_GRANTED_BYTES = 4 * 2**20
 
 
 class RelayTransport(Transport):
-    """A rank's end of the relay; see `open_transport` for the arguments."""
+    """A rank's end of the relay; see `open_transport` for the arguments.
 
-    def __init__(self, store: Store, rank: int, size: int, address: str) -> None:
+    Groups with the same `number` share a connection to the relay.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, address: str, number: int = 0) -> None:
         self._rank = rank
-        self._access = discovery.connect(store, rank, address)
+        self._access = discovery.connect(store, rank, address, number)
         self._connection, channel = self._access.connection, self._access.channel
         self._channel = channel
         self._peers = [_Peer(peer, channel, self._connection) for peer in range(size)]
-        self._has_left = False
+        self._left: LeaveReason | None = None
         self._connection.add_listener(channel, self)  # before any peer can send to it
         self._connection.send(Frame(Kind.JOIN, channel, rank))
 
@@ -57,6 +60,9 @@ class RelayTransport(Transport):
 
     def recv(self, data: memoryview, peer: int, tag: int) -> Transfer:
         return self._peers[peer].recv(data, tag)
+
+    def has_ended(self, peer: int) -> bool:
+        return self._peers[peer].has_ended()
 
     def abort(self) -> None:
         self._leave(LeaveReason.ABORTED)
@@ -73,20 +79,26 @@ class RelayTransport(Transport):
         if not 0 <= frame.peer < len(self._peers):
             return
         if frame.kind is Kind.GONE:
-            reason = _LEAVE_REASONS[LeaveReason(frame.value)]
-            self._peers[frame.peer].disconnect(TransportError(frame.peer, reason))
+            reason, peer = LeaveReason(frame.value), self._peers[frame.peer]
+            peer.disconnect(TransportError(frame.peer, _LEAVE_REASONS[reason]))
+            if reason is not LeaveReason.ABORTED:
+                peer.mark_ended()
         else:
             self._peers[frame.peer].handle_frame(frame, data)
 
     def handle_disconnect(self, reason: str) -> None:
         """Fail all transfers: the relay is gone, and all peers with it."""
+        host = self._access.host_rank
         for peer in self._peers:
-            peer.disconnect(TransportError(self._access.host_rank, f"the relay: {reason}"))
+            peer.disconnect(TransportError(host, f"the relay: {reason}"))
+        if host >= 0:
+            self._peers[host].mark_ended()
 
     def _leave(self, reason: LeaveReason) -> None:
-        if self._has_left:
+        """Leave the channel; a rank that has aborted closes its connections later."""
+        if self._left in (reason, LeaveReason.CLOSED):
             return
-        self._has_left = True
+        self._left = reason
         self._connection.send(Frame(Kind.LEAVE, self._channel, self._rank, value=reason))
         for peer in self._peers:
             peer.disconnect(TransportError(-1, _ABORTED))
@@ -124,7 +136,7 @@ class _Peer:
     def __init__(self, rank: int, channel: bytes, connection: RelayConnection) -> None:
         self._rank, self._channel, self._connection = rank, channel, connection
         self._lock = threading.Lock()
-        self._is_subscribed = self._is_present = False
+        self._is_subscribed = self._is_present = self._has_ended = False
         self._disconnect_error: TransportError | None = None
         self._queued_frames: deque[tuple[Frame, bytes]] = deque()
         self._numbers = itertools.count()
@@ -208,6 +220,16 @@ class _Peer:
             self._queued_frames.clear()
         for transfer in pending:
             transfer.complete(error)
+
+    def has_ended(self) -> bool:
+        """Return whether the peer is known to have left for good, or died."""
+        with self._lock:
+            self._subscribe()
+        return self._has_ended
+
+    def mark_ended(self) -> None:
+        """Record that the peer has left for good, or died."""
+        self._has_ended = True
 
     def _check(self) -> None:
         if self._disconnect_error is not None:
