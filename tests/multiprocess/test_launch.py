@@ -20,6 +20,7 @@ import phalanx
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launcher.failures import Failure, excerpt, find_root_cause
 from tests.descriptors import list_descriptors
+from tests.seeds import fresh_seed
 
 BACKEND = "phalanx"
 LIMIT = 60
@@ -67,7 +68,7 @@ def test_results_in_rank_order_and_the_environment(nprocs):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("nprocs", [1, 2, 4])
 def test_ranks_form_a_group_and_may_leave_it_open(nprocs):
-    backend, seed = BACKEND, np.random.default_rng().integers(1 << 30)
+    backend, seed = BACKEND, fresh_seed()
 
     def rank():
         import numpy as np
@@ -170,7 +171,7 @@ def test_big_output_argument_and_result(capfd):
         sys.stderr.write("y" * 3_000_000 + "\n")
         return data[::-1]
 
-    data = np.random.default_rng().bytes(30_000_001)
+    data = np.random.default_rng(fresh_seed()).bytes(30_000_001)
     assert phalanx.launch(rank, 2, (data,), timeout=LIMIT) == [data[::-1]] * 2
     out, err = capfd.readouterr()
     assert (out.count("x"), err.count("y")) == (6_000_000, 6_000_000)
