@@ -18,7 +18,7 @@ import pytest
 
 import phalanx
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launcher.failures import Failure, excerpt, find_root_cause
+from phalanx.launcher.failures import Failure, excerpt, find_root_cause, mark_late_causes
 from tests.descriptors import list_descriptors
 from tests.seeds import fresh_seed
 
@@ -426,6 +426,22 @@ def test_root_cause_among_failures():
     assert first.rank == 2
     assert find_root_cause([Failure(0, 1, 1, 1.0, lost), Failure(1, 2, 1, 2.0, reset)]).rank == 1
     assert find_root_cause([Failure(3, 1, 1, 2.0, "A"), Failure(1, 2, 1, 2.0, "A")]).rank == 1
+
+
+def test_a_cause_that_was_stopped_before_it_had_ended():
+    """It had raised, and others name it; one that has only logged a traceback is none."""
+    raised = "Traceback (most recent call last):\n  ...\nValueError: x"
+    lost = "Traceback ...\nphalanx.errors.PeerLost: rank 2 (pid 9) has ended with ValueError: x"
+    failures = [
+        Failure(0, 10, 1, 1.0, lost),
+        Failure(1, 11, -15, 2.0, raised, stopped=True),
+        Failure(2, 9, -15, 3.0, raised, stopped=True),
+        Failure(3, 12, -15, 4.0, lost.replace("...", "(most recent call last):"), stopped=True),
+    ]
+    cause = find_root_cause(mark_late_causes(failures))
+    assert cause.headline.startswith("rank 2 (pid 9) raised an exception")
+    assert cause.exit_code == 1
+    assert mark_late_causes(failures[1:]) == failures[1:]
 
 
 def test_excerpt_is_the_last_chain_of_tracebacks():

@@ -41,6 +41,7 @@ from phalanx.launcher.failures import (
     find_root_cause,
     format_report,
     is_remote_cause,
+    mark_late_causes,
     may_have_unknown_cause,
 )
 from phalanx.launcher.host_resources import check_host, rank_defaults
@@ -383,10 +384,12 @@ class _Agent(LocalElasticAgent):
 
     def _all_failures(self, worker_group: WorkerGroup, result: RunResult) -> list[Failure]:
         self._forwarder.wait_for_exits(_EXIT_SECONDS)
-        return [
-            self._failure(worker_group, failure.local_rank, failure.pid, failure.exitcode)
-            for failure in result.failures.values()
-        ]
+        return mark_late_causes(
+            [
+                self._failure(worker_group, failure.local_rank, failure.pid, failure.exitcode)
+                for failure in result.failures.values()
+            ]
+        )
 
     def _failure(self, worker_group: WorkerGroup, local_rank: int, pid: int, code: int) -> Failure:
         end = self._forwarder.exits().get(local_rank)
