@@ -41,8 +41,8 @@ CMAKE_LISTS := CMakeLists.txt $(shell find native -name CMakeLists.txt)
 section = @printf '\n== %s\n' "$(1)"
 submake = @$(MAKE) --no-print-directory
 
-.PHONY: help setup setup-dev train test lint format native-test native-plain native-asan \
-	native-tsan kills model mutants pytest test-long test-all hosts conformance conformance-libraries conformance-rpc ecosystem \
+.PHONY: help setup setup-dev train test stability lint format native-test native-plain native-asan \
+	native-tsan kills model mutants pytest pytest-together pytest-apart test-long test-all explore hosts conformance conformance-libraries conformance-rpc ecosystem \
 	pythons soak fuzz rpc-examples faults bench wheels wheels-core docs casts tidy clean distclean
 
 help: ## list the targets
@@ -102,24 +102,19 @@ train: setup ## train a ConvNet on real digits with two processes (the main job)
 	$(call section,Training on digits with two processes)
 	@phalanx run --nproc-per-node 2 examples/train_digits.py $(ARGS)
 
-# Recipe lines, not prerequisites: in this order under `make -j` too, cheapest first.
+# tools/gate.py runs all sections to the end, the failed tests again alone, and prints a table.
 test: setup-dev ## the checks and tests that find mistakes often
-	$(submake) lint
-	$(submake) native-plain
-	$(submake) pytest SELECT="not slow and not long"
-	$(call section,All checks and tests passed; make test-long runs the others)
+	@python tools/gate.py test
 
 test-long: setup-dev ## the other checks and tests: clang-tidy, sanitizers, long forms
-	$(submake) --jobs=$(JOBS) --output-sync=target tidy
-	$(submake) native-asan
-	$(submake) native-tsan
-	$(submake) pytest SELECT="slow and not long"
-	$(submake) docs
-	$(call section,All long checks and tests passed)
+	@python tools/gate.py test-long
 
 test-all: setup-dev ## both: every check and every test
-	$(submake) test
-	$(submake) test-long
+	@python tools/gate.py test test-long $(ARGS)
+
+stability: setup-dev ## run all of it N times, beside busy processes, and record it (ARGS="--runs 5 --busy 2 test")
+	$(call section,Stability of the tests)
+	@python -m tools.stability $(ARGS)
 
 # ---- checks ----
 
@@ -184,7 +179,7 @@ native-plain native-asan native-tsan: $(VENV)/.build-tools ## one of the three (
 	@cmake -S . -B build/$@ -G Ninja --log-level=WARNING -DCMAKE_COMPILE_WARNING_AS_ERROR=ON \
 	  -DPHALANX_PYTHON=OFF -DPHALANX_TESTS=ON -DPHALANX_SANITIZE=$(SANITIZE) >/dev/null
 	@cmake --build build/$@ --parallel $(JOBS) --target $(or $(TARGETS),all) -- --quiet
-	@$(WRAP) ctest --test-dir build/$@/native --no-tests=error --output-on-failure $(ARGS)
+	@$(WRAP) ctest --test-dir build/$@/native --no-tests=error --output-on-failure $(OPTIONS) $(ARGS)
 
 # A part of it is a test of native-plain.
 kills: ARGS := --all --random 100000
@@ -216,13 +211,31 @@ SELECT := not long
 PYTEST := timeout --foreground --signal=INT --kill-after=30 $(PYTEST_LIMIT) pytest
 
 pytest: setup-dev ## the Python tests (ARGS="-k barrier -x" chooses)
-	$(call section,Python tests)
 ifeq ($(ARGS),)
-	@$(PYTEST) -m "$(SELECT)" --numprocesses 3 --dist loadfile --no-loadscope-reorder $(SIDE_BY_SIDE)
-	@$(PYTEST) -m "$(SELECT)" --numprocesses 2 --dist loadfile --no-loadscope-reorder $(SIDE_BY_SIDE:%=--ignore=%)
+	$(submake) pytest-together
+	$(submake) pytest-apart
 else
+	$(call section,Python tests)
 	@$(PYTEST) $(ARGS)
 endif
+
+# Both take further options of pytest from tools/gate.py.
+pytest-together: setup-dev
+	$(call section,Python tests that run beside one another)
+	@$(PYTEST) -m "$(SELECT)" $(OPTIONS) --numprocesses 3 --dist loadfile --no-loadscope-reorder $(SIDE_BY_SIDE)
+
+pytest-apart: setup-dev
+	$(call section,The other Python tests)
+	@$(PYTEST) -m "$(SELECT)" $(OPTIONS) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(SIDE_BY_SIDE:%=--ignore=%)
+
+# The tests that draw their data or their examples.
+EXPLORED = $(shell grep -rlE "hypothesis|fresh_seed" tests --include='test_*.py')
+MINUTES := 30
+
+explore: setup-dev ## fresh random data and examples, until a failure or the end (MINUTES=30 ARGS="-k layouts")
+	$(call section,Exploring for $(MINUTES) minutes)
+	@end=$$(($$(date +%s) + 60 * $(MINUTES))); while [ $$(date +%s) -lt $$end ]; do \
+	  PHALANX_TEST_SEED=random $(PYTEST) -m "" -x --hypothesis-profile=explore $(EXPLORED) $(ARGS) || exit 1; done
 
 hosts: setup-dev ## the tests of one host's groups, on simulated hosts (HOSTS=aab: a letter per rank)
 	$(call section,Conformance between hosts)

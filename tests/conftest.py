@@ -7,6 +7,7 @@ its own beside this one.
 import contextlib
 import os
 import shutil
+import signal
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -25,10 +26,11 @@ SESSION = uuid.uuid4().hex
 # Seconds that a process may take to end after the test that started it.
 GRACE = 5.0
 
-# Fresh examples at every run, in CI too (Hypothesis' own profile for CI repeats the same ones); a
-# failure prints what reproduces it. No deadline per example: a loaded machine is no failure.
+# The same examples at every run: a change is judged by its own failures. `make explore` draws fresh
+# ones. No deadline per example: a loaded machine is no failure.
+hypothesis.settings.register_profile("phalanx", deadline=None, max_examples=50, derandomize=True)
 hypothesis.settings.register_profile(
-    "phalanx", deadline=None, max_examples=50, derandomize=False, print_blob=True
+    "explore", deadline=None, max_examples=500, derandomize=False, print_blob=True
 )
 hypothesis.settings.load_profile("phalanx")
 
@@ -37,6 +39,9 @@ JOBS = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Started in the background, pytest ignores SIGINT, and so would all that it starts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ[SESSION_VARIABLE] = SESSION
     # What ranks that are killed leave behind belongs to the session, not to the user.
     config.stash[JOBS] = os.environ["PHALANX_JOBS_DIR"] = tempfile.mkdtemp(prefix="phalanx-tests-")

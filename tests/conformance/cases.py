@@ -57,13 +57,6 @@ def reduce_op(name: str) -> Any:
     return getattr(ReduceOp, name)
 
 
-def fresh_seed() -> int:
-    """Return a new seed, printed so that a failure shows it; PHALANX_TEST_SEED overrides it."""
-    seed = int(os.environ.get("PHALANX_TEST_SEED") or int.from_bytes(os.urandom(4), "little"))
-    print(f"seed {seed}: repeat with PHALANX_TEST_SEED={seed}")
-    return seed
-
-
 def data(dtype: str, shape: int | Sequence[int], *seed: int) -> Tensor:
     """Return random values: all bits of an integer, a normal distribution otherwise."""
     size = (shape,) if isinstance(shape, int) else tuple(shape)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.conformance import cases
 from tests.ranks import RankServer
+from tests.seeds import fresh_seed
 
 # Gloo has no uint16, int16, uint32 and uint64.
 DTYPES = [name for name in cases.DTYPES if name not in ("uint16", "int16", "uint32", "uint64")]
@@ -152,4 +153,4 @@ def check_near(ours: Tensor, theirs: Tensor, world_size: int, what: str) -> None
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_agree(ranks: RankServer, dtype: str, world_size: int) -> None:
-    assert min(ranks.run(world_size, compare, dtype, cases.fresh_seed())) >= 6
+    assert min(ranks.run(world_size, compare, dtype, fresh_seed())) >= 6

@@ -19,6 +19,7 @@ from phalanx import parallel
 from phalanx.errors import UsageError
 from phalanx.parallel.algorithms import ALGORITHMS
 from tests.conformance import cases
+from tests.seeds import fresh_seed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -236,25 +237,25 @@ def test_every_algorithm_is_public_and_has_an_oracle() -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_dtype_operator_and_size(ranks: RankServer, world_size: int) -> None:
-    results = ranks.run(world_size, every_case, cases.fresh_seed(), limit=100.0)
+    results = ranks.run(world_size, every_case, fresh_seed(), limit=100.0)
     assert len(results[0]) > 400
     for others in results[1:]:
         assert [pair for pair in zip(results[0], others, strict=True) if pair[0] != pair[1]] == []
 
 
 def test_sub_groups(ranks: RankServer) -> None:
-    results = ranks.run(5, sub_groups, cases.fresh_seed())
+    results = ranks.run(5, sub_groups, fresh_seed())
     assert results[0] == results[2] == results[3]
     assert results[1] == results[4]
     assert len(results[0]) == 2 * len(ALGORITHMS)
 
 
 def test_views(ranks: RankServer) -> None:
-    ranks.run(3, layouts, cases.fresh_seed())
+    ranks.run(3, layouts, fresh_seed())
 
 
 def test_parameters_inference_mode_nan_and_tags(ranks: RankServer) -> None:
-    ranks.run(3, other_tensors, cases.fresh_seed())
+    ranks.run(3, other_tensors, fresh_seed())
 
 
 def test_a_wrong_argument_stays_on_its_rank(ranks: RankServer) -> None:

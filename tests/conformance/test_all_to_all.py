@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.conformance import cases
 from tests.ranks import RankServer
+from tests.seeds import fresh_seed
 
 WORLD_SIZES = (1, 2, 3, 4)
 # Elements of a part: from none to several chunks, around the limit of inline payloads.
@@ -136,7 +137,7 @@ def in_place(seed: int) -> None:
 
 
 def test_in_place(ranks: RankServer) -> None:
-    ranks.run(3, in_place, cases.fresh_seed())
+    ranks.run(3, in_place, fresh_seed())
 
 
 def in_sub_groups(seed: int) -> None:
@@ -165,12 +166,12 @@ def futures(seed: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("program", [every_dtype, uneven, layouts], ids=lambda f: f.__name__)
 def test_all_to_all(ranks: RankServer, program: Callable[[int], None], world_size: int) -> None:
-    ranks.run(world_size, program, cases.fresh_seed())
+    ranks.run(world_size, program, fresh_seed())
 
 
 def test_in_sub_groups(ranks: RankServer) -> None:
-    ranks.run(4, in_sub_groups, cases.fresh_seed())
+    ranks.run(4, in_sub_groups, fresh_seed())
 
 
 def test_futures(ranks: RankServer) -> None:
-    ranks.run(3, futures, cases.fresh_seed())
+    ranks.run(3, futures, fresh_seed())

@@ -14,6 +14,7 @@ from torch import Tensor
 from phalanx.errors import UsageError
 from tests.conformance import cases
 from tests.ranks import RankServer
+from tests.seeds import fresh_seed
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 WORLD_SIZES = (1, 2, 3, 4)
@@ -223,4 +224,4 @@ PROGRAMS = [
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_forms(ranks: RankServer, program: Callable[[int], None], world_size: int) -> None:
-    ranks.run(world_size, program, cases.fresh_seed())
+    ranks.run(world_size, program, fresh_seed())

@@ -12,6 +12,7 @@ from torch import Tensor
 from phalanx.errors import UsageError
 from tests.conformance import cases
 from tests.ranks import RankServer
+from tests.seeds import fresh_seed
 
 View = Callable[[Tensor], Tensor]
 
@@ -88,7 +89,7 @@ def every_view(name: str, seed: int) -> None:
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("world_size", (1, 3))
 def test_views(ranks: RankServer, name: str, world_size: int) -> None:
-    ranks.run(world_size, every_view, name, cases.fresh_seed())
+    ranks.run(world_size, every_view, name, fresh_seed())
 
 
 def conjugated_and_negative(seed: int) -> None:
@@ -122,7 +123,7 @@ def conjugated_and_negative(seed: int) -> None:
 
 
 def test_lazily_conjugated_and_negated(ranks: RankServer) -> None:
-    ranks.run(2, conjugated_and_negative, cases.fresh_seed())
+    ranks.run(2, conjugated_and_negative, fresh_seed())
 
 
 def overlapping_outputs() -> None:

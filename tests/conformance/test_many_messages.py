@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tests.conformance import cases
 from tests.ranks import RankServer
+from tests.seeds import fresh_seed
 
 # Mostly small, some around and above the capacity of a channel (256 KiB).
 SIZES = (0, 1, 1, 2, 7, 100, 100, 1000, 5000, 65_520, 65_536, 100_000)
@@ -164,12 +165,12 @@ def sum_of_ranks(async_op: bool) -> tuple[Tensor, dist.Work | None]:
 
 @pytest.mark.parametrize("world_size", (2, 3, 4))
 def test_random_orders_beside_collectives(ranks: RankServer, world_size: int) -> None:
-    done = ranks.run(world_size, rounds, cases.fresh_seed(), 250, SIZES)
+    done = ranks.run(world_size, rounds, fresh_seed(), 250, SIZES)
     assert sum(done) == 3 * 2 * (250 + 62)
 
 
 def test_thousands_outstanding(ranks: RankServer) -> None:
-    assert sum(ranks.run(2, rounds, cases.fresh_seed(), 5000, SMALL)) == 3 * 2 * (5000 + 1250)
+    assert sum(ranks.run(2, rounds, fresh_seed(), 5000, SMALL)) == 3 * 2 * (5000 + 1250)
 
 
 def from_threads(seed: int) -> None:
@@ -214,7 +215,7 @@ def from_threads(seed: int) -> None:
 
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_from_several_threads(ranks: RankServer, world_size: int) -> None:
-    ranks.run(world_size, from_threads, cases.fresh_seed())
+    ranks.run(world_size, from_threads, fresh_seed())
 
 
 def hundreds_of_mebibytes(seed: int) -> None:
@@ -231,7 +232,7 @@ def hundreds_of_mebibytes(seed: int) -> None:
 
 
 def test_hundreds_of_mebibytes(ranks: RankServer) -> None:
-    ranks.run(2, hundreds_of_mebibytes, cases.fresh_seed())
+    ranks.run(2, hundreds_of_mebibytes, fresh_seed())
 
 
 def compute_after_posting(seed: int) -> None:
@@ -257,7 +258,7 @@ def compute_after_posting(seed: int) -> None:
 
 
 def test_a_rank_that_computes(ranks: RankServer) -> None:
-    ranks.run(2, compute_after_posting, cases.fresh_seed())
+    ranks.run(2, compute_after_posting, fresh_seed())
 
 
 def pairs_of_threads(seed: int) -> None:
@@ -290,4 +291,4 @@ def pairs_of_threads(seed: int) -> None:
 
 
 def test_two_threads_in_blocking_calls(ranks: RankServer) -> None:
-    ranks.run(2, pairs_of_threads, cases.fresh_seed())
+    ranks.run(2, pairs_of_threads, fresh_seed())

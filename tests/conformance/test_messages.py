@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.conformance import cases
 from tests.ranks import RankServer
+from tests.seeds import fresh_seed
 
 # Below, at and above the capacity of a channel (256 KiB), with and without the envelope.
 SIZES = (0, 1, 3, 1000, 8192, 65_520, 65_536, 65_537, 200_000)
@@ -39,7 +40,7 @@ def every_pair(seed: int) -> None:
 
 @pytest.mark.parametrize("world_size", (2, 3, 4))
 def test_every_pair(ranks: RankServer, world_size: int) -> None:
-    ranks.run(world_size, every_pair, cases.fresh_seed())
+    ranks.run(world_size, every_pair, fresh_seed())
 
 
 def every_dtype(seed: int) -> None:
@@ -55,7 +56,7 @@ def every_dtype(seed: int) -> None:
 
 
 def test_every_dtype(ranks: RankServer) -> None:
-    ranks.run(2, every_dtype, cases.fresh_seed())
+    ranks.run(2, every_dtype, fresh_seed())
 
 
 def sub_group_messages(seed: int) -> None:
@@ -72,7 +73,7 @@ def sub_group_messages(seed: int) -> None:
 
 
 def test_in_a_sub_group(ranks: RankServer) -> None:
-    ranks.run(4, sub_group_messages, cases.fresh_seed())
+    ranks.run(4, sub_group_messages, fresh_seed())
 
 
 def tags_out_of_order(seed: int) -> None:
@@ -91,7 +92,7 @@ def tags_out_of_order(seed: int) -> None:
 
 
 def test_tags_out_of_order(ranks: RankServer) -> None:
-    ranks.run(2, tags_out_of_order, cases.fresh_seed())
+    ranks.run(2, tags_out_of_order, fresh_seed())
 
 
 def same_tag_in_order(seed: int) -> None:
@@ -112,7 +113,7 @@ def same_tag_in_order(seed: int) -> None:
 
 def test_messages_of_one_tag_keep_their_order(ranks: RankServer) -> None:
     """This includes messages whose isend work was dropped."""
-    ranks.run(2, same_tag_in_order, cases.fresh_seed())
+    ranks.run(2, same_tag_in_order, fresh_seed())
 
 
 def from_any_source(seed: int) -> list[int]:
@@ -134,7 +135,7 @@ def from_any_source(seed: int) -> list[int]:
 
 @pytest.mark.parametrize("world_size", (2, 4))
 def test_from_any_source(ranks: RankServer, world_size: int) -> None:
-    sources = ranks.run(world_size, from_any_source, cases.fresh_seed())[0]
+    sources = ranks.run(world_size, from_any_source, fresh_seed())[0]
     assert sorted(sources) == sorted(5 * list(range(1, world_size)))
 
 
@@ -165,7 +166,7 @@ def any_source_beside_a_named_one(seed: int) -> int:
 
 
 def test_any_source_beside_a_named_one(ranks: RankServer) -> None:
-    assert ranks.run(3, any_source_beside_a_named_one, cases.fresh_seed())[0] == 2
+    assert ranks.run(3, any_source_beside_a_named_one, fresh_seed())[0] == 2
 
 
 def random_order(seed: int) -> int:
@@ -201,7 +202,7 @@ def random_order(seed: int) -> int:
 @pytest.mark.parametrize("world_size", (2, 3, 4))
 @pytest.mark.parametrize("repetition", range(3))
 def test_random_order(ranks: RankServer, world_size: int, repetition: int) -> None:
-    assert sum(ranks.run(world_size, random_order, cases.fresh_seed())) == 120
+    assert sum(ranks.run(world_size, random_order, fresh_seed())) == 120
 
 
 def batch(seed: int) -> None:
@@ -218,7 +219,7 @@ def batch(seed: int) -> None:
 
 @pytest.mark.parametrize("world_size", (2, 3, 4))
 def test_batch_isend_irecv(ranks: RankServer, world_size: int) -> None:
-    ranks.run(world_size, batch, cases.fresh_seed())
+    ranks.run(world_size, batch, fresh_seed())
 
 
 def non_contiguous(seed: int) -> None:
@@ -238,4 +239,4 @@ def non_contiguous(seed: int) -> None:
 
 
 def test_non_contiguous(ranks: RankServer) -> None:
-    ranks.run(2, non_contiguous, cases.fresh_seed())
+    ranks.run(2, non_contiguous, fresh_seed())

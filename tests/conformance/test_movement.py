@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.conformance import cases
 from tests.ranks import RankServer
+from tests.seeds import fresh_seed
 
 WORLD_SIZES = (1, 2, 3, 4)
 # 16 KiB of every dtype and one element more are among them.
@@ -101,12 +102,12 @@ def move_from_each_root(members: list[int], seed: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_every_dtype_and_size(ranks: RankServer, dtype: str, world_size: int) -> None:
-    ranks.run(world_size, move_all, dtype, cases.fresh_seed())
+    ranks.run(world_size, move_all, dtype, fresh_seed())
 
 
 @pytest.mark.parametrize("members", [[0, 1, 2, 3], [0, 2, 3], [1, 3], [2], [3, 0]], ids=str)
 def test_each_root_of_groups_and_sub_groups(ranks: RankServer, members: list[int]) -> None:
-    ranks.run(4, move_from_each_root, members, cases.fresh_seed())
+    ranks.run(4, move_from_each_root, members, fresh_seed())
 
 
 def move_large(seed: int) -> None:
@@ -120,7 +121,7 @@ def move_large(seed: int) -> None:
 
 @pytest.mark.parametrize("world_size", (2, 3, 4))
 def test_large(ranks: RankServer, world_size: int) -> None:
-    ranks.run(world_size, move_large, cases.fresh_seed())
+    ranks.run(world_size, move_large, fresh_seed())
 
 
 def pass_barriers() -> list[tuple[float, float]]:
@@ -176,4 +177,4 @@ def mixed_operations(seed: int) -> str:
 
 
 def test_a_random_program_in_overlapping_groups(ranks: RankServer) -> None:
-    assert ranks.run(3, mixed_operations, cases.fresh_seed()) == ["done"] * 3
+    assert ranks.run(3, mixed_operations, fresh_seed()) == ["done"] * 3

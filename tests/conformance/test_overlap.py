@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tests.conformance import cases
 from tests.ranks import RankServer
+from tests.seeds import fresh_seed
 
 # Elements of a part: small parts are staged at once, large ones in several chunks.
 SIZES = (5, 300_001)
@@ -198,4 +199,4 @@ def at_random_distances(operation: Callable[[Buffer], None], seed: int) -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
 def test_overlap(ranks: RankServer, operation: Callable[[Buffer], None]) -> None:
-    ranks.run(3, at_random_distances, operation, cases.fresh_seed())
+    ranks.run(3, at_random_distances, operation, fresh_seed())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.conformance import cases
 from tests.ranks import RankServer
+from tests.seeds import fresh_seed
 
 WORLD_SIZES = (1, 2, 3, 4)
 # Elements of a part: 16 KiB in all, 16 KiB and 256 KiB of one part, and one element more.
@@ -163,12 +164,12 @@ def futures(seed: int) -> None:
     "program", [every_dtype_and_operator, forms, views, premultiplied], ids=lambda f: f.__name__
 )
 def test_reduce_scatter(ranks: RankServer, program: Callable[[int], None], world_size: int) -> None:
-    ranks.run(world_size, program, cases.fresh_seed())
+    ranks.run(world_size, program, fresh_seed())
 
 
 def test_in_sub_groups(ranks: RankServer) -> None:
-    ranks.run(4, in_sub_groups, cases.fresh_seed())
+    ranks.run(4, in_sub_groups, fresh_seed())
 
 
 def test_futures(ranks: RankServer) -> None:
-    ranks.run(3, futures, cases.fresh_seed())
+    ranks.run(3, futures, fresh_seed())

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.conformance import cases
 from tests.ranks import RankServer
+from tests.seeds import fresh_seed
 
 WORLD_SIZES = (1, 2, 3, 4)
 
@@ -83,7 +84,7 @@ def reduce_to_each_root(seed: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_all_reduce(ranks: RankServer, dtype: str, world_size: int) -> None:
-    digests = ranks.run(world_size, all_reduce_all, dtype, cases.fresh_seed())
+    digests = ranks.run(world_size, all_reduce_all, dtype, fresh_seed())
     assert len(set(digests)) == 1, "ranks got different bits"
 
 
@@ -91,12 +92,12 @@ def test_all_reduce(ranks: RankServer, dtype: str, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_reduce(ranks: RankServer, dtype: str, world_size: int) -> None:
-    ranks.run(world_size, reduce_all, dtype, cases.fresh_seed())
+    ranks.run(world_size, reduce_all, dtype, fresh_seed())
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_reduce_to_each_root(ranks: RankServer, world_size: int) -> None:
-    ranks.run(world_size, reduce_to_each_root, cases.fresh_seed())
+    ranks.run(world_size, reduce_to_each_root, fresh_seed())
 
 
 def test_the_oracle_covers_what_the_core_supports() -> None:
@@ -126,7 +127,7 @@ def complex_product(dtype: str, seed: int) -> str:
 
 @pytest.mark.parametrize("dtype", cases.COMPLEX)
 def test_complex_product_by_the_groups_method(ranks: RankServer, dtype: str) -> None:
-    digests = ranks.run(3, complex_product, dtype, cases.fresh_seed())
+    digests = ranks.run(3, complex_product, dtype, fresh_seed())
     assert len(set(digests)) == 1
 
 
@@ -154,7 +155,7 @@ def premultiplied(dtype: str, seed: int) -> None:
 @pytest.mark.parametrize("world_size", (1, 2, 3))
 @pytest.mark.parametrize("dtype", cases.FLOATS)
 def test_premul_sum(ranks: RankServer, dtype: str, world_size: int) -> None:
-    ranks.run(world_size, premultiplied, dtype, cases.fresh_seed())
+    ranks.run(world_size, premultiplied, dtype, fresh_seed())
 
 
 def special_values() -> None:
@@ -197,7 +198,7 @@ def random_sizes(seed: int) -> str:
 
 @pytest.mark.parametrize("world_size", (2, 3, 4))
 def test_random_sizes(ranks: RankServer, world_size: int) -> None:
-    assert len(set(ranks.run(world_size, random_sizes, cases.fresh_seed()))) == 1
+    assert len(set(ranks.run(world_size, random_sizes, fresh_seed()))) == 1
 
 
 def averages_of_integers(dtype: str, seed: int) -> None:
@@ -236,6 +237,6 @@ def averages_of_integers(dtype: str, seed: int) -> None:
 
 @pytest.mark.parametrize("world_size", (1, 3))
 def test_averages_of_integers(ranks: RankServer, world_size: int) -> None:
-    seed = cases.fresh_seed()
+    seed = fresh_seed()
     for dtype in ("uint8", "int8", "int16", "int32", "int64"):
         ranks.run(world_size, averages_of_integers, dtype, seed)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import phalanx
 from phalanx import _native
 from phalanx.errors import PhalanxError, UsageError
-from tests.conformance import cases
 from tests.ranks import RankServer
+from tests.seeds import fresh_seed
 
 # Below and above the limit of inline payloads, and sizes that no slice divides.
 COUNTS = (1, 5_000, 100_003, 700_001)
@@ -109,7 +109,7 @@ def check_one(
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_collective(ranks: RankServer, size: int) -> None:
-    ranks.run(size, every_collective, cases.fresh_seed())
+    ranks.run(size, every_collective, fresh_seed())
 
 
 def views_and_groups() -> None:

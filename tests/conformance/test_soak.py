@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from tests.conformance import cases
 from tests.ranks import RankServer
+from tests.seeds import fresh_seed
 from tests.soak.__main__ import app
 from tests.soak.operations import Task
 from tests.soak.plan import CHAPTER, WEIGHTS, Operation, Plan
@@ -30,14 +31,14 @@ SHARES = {2: 3000, 3: 2500, 5: 1200, 8: 800}
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("world_size", SHARES)
 def test_random_operations(ranks: RankServer, world_size: int) -> None:
-    plan = Plan(cases.fresh_seed(), world_size)
+    plan = Plan(fresh_seed(), world_size)
     results = ranks.run(world_size, soak, plan, 0, SHARES[world_size], 20.0, timeout=20)
     assert all(result.operations == SHARES[world_size] for result in results)
     assert all(result.checked > 0 for result in results)
 
 
 def test_a_plan_has_everything() -> None:
-    plan = Plan(cases.fresh_seed(), 4)
+    plan = Plan(fresh_seed(), 4)
     drawn = [operation for n in range(3000) if (operation := plan.operation(n))]
     assert {operation.kind for operation in drawn} == set(WEIGHTS)
     assert {operation.dtype for operation in drawn} == set(cases.DTYPES)
@@ -48,7 +49,7 @@ def test_a_plan_has_everything() -> None:
 
 
 def test_an_operation_depends_on_nothing_before_it() -> None:
-    seed = cases.fresh_seed()
+    seed = fresh_seed()
     plan, in_order = Plan(seed, 3), [Plan(seed, 3).operation(n) for n in range(600)]
     numbers = (599, 3, 250)
     alone: list[Operation | None] = [plan.operation(number) for number in numbers]
@@ -77,7 +78,7 @@ def soak_with_a_fault(seed: int) -> None:
 
 def test_a_wrong_result_is_found(ranks: RankServer) -> None:
     """The rank with the wrong result reports the operation and the command that repeats it."""
-    seed = cases.fresh_seed()
+    seed = fresh_seed()
     message = str(ranks.start(2, soak_with_a_fault, seed, timeout=10).join()[1].error)
     found = re.search(
         r"rank 1, operation (\d+) of seed (\d+): broadcast \w+\[\d+\] root 0", message

@@ -1,9 +1,8 @@
-"""A short form of `make faults`: random kills, desyncs and operations from a new seed."""
+"""A short form of `make faults`: random kills, desyncs and operations."""
 
 from __future__ import annotations
 
 import dataclasses
-import random
 import re
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from tests.fault_injection import (
 from tests.fault_injection.__main__ import app
 from tests.fault_injection.leaks import Resources
 from tests.fault_injection.pool import Answer, Pool
+from tests.seeds import fresh_seed
 
 MOST = 8
 
@@ -39,8 +39,8 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture
 def seed() -> int:
-    """A random seed; a failure prints it, and `make faults ARGS="... --seed N"` repeats it."""
-    return random.SystemRandom().randrange(2**31)
+    """The seed of the test; `make faults ARGS="... --seed N"` repeats it."""
+    return fresh_seed() % 2**31
 
 
 @pytest.mark.slow

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
-
 import pytest
 
 from tests.fault_injection import training
+from tests.seeds import fresh_seed
 
 
 @pytest.mark.slow
 def test_random_kills() -> None:
     """The short form of `make faults ARGS=training`."""
-    seed = secrets.randbelow(2**31)
-    print(f"seed {seed}")
+    seed = fresh_seed() % 2**31
     effective_kills = 0
     with training.TrainingRunner(epochs=8) as runner:
         for number in range(3):

@@ -25,6 +25,7 @@ from tests.conformance import cases
 from tests.mpi import MpiRanks
 from tests.networks import Network
 from tests.ranks import RankServer, connect_ranks, run_in_group
+from tests.seeds import fresh_seed
 from tests.soak.plan import Plan
 from tests.soak.rank import soak
 
@@ -114,14 +115,14 @@ def withdrawn_offer(seed: int) -> None:
     "function", [multiple_requests, wrong_size, leave_of_unknown_peer, withdrawn_offer]
 )
 def test_transport(under_mpirun: MpiRanks, function: object) -> None:
-    under_mpirun.run(2, function, cases.fresh_seed())  # type: ignore[arg-type]
+    under_mpirun.run(2, function, fresh_seed())  # type: ignore[arg-type]
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("hosts", ("aabb", "abac"))
 def test_random_operations(under_mpirun: MpiRanks, hosts: str) -> None:
     """All kinds, dtypes and sizes, in overlapping groups, with messages beside them."""
-    plan, count = Plan(cases.fresh_seed(), len(hosts)), 120
+    plan, count = Plan(fresh_seed(), len(hosts)), 120
     results = under_mpirun.run(4, run_in_group, 30.0, soak, plan, 0, count, 30.0, hosts=hosts)
     assert all(result.operations == count for result in results)
     assert all(result.checked > 0 for result in results)
@@ -139,7 +140,7 @@ def all_reduce_digests(seed: int) -> list[str]:
 
 def test_all_reduce_matches_gloo(under_mpirun: MpiRanks, ranks: RankServer) -> None:
     """Bit for bit: the transport does not affect the order in which floats are added."""
-    seed = cases.fresh_seed()
+    seed = fresh_seed()
     over_mpi = under_mpirun.run(4, run_in_group, 30.0, all_reduce_digests, seed, hosts="aabb")
     assert over_mpi == ranks.run(4, all_reduce_digests, seed, hosts="aabb")
 

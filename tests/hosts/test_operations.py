@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests.conformance import cases
 from tests.ranks import RankServer
+from tests.seeds import fresh_seed
 from tests.soak.plan import Plan
 from tests.soak.rank import soak
 
@@ -22,7 +23,7 @@ LAYOUTS = ("aabb", "abab", "aab", "abcb", "ab", "abc", "aabbcc")
 @pytest.mark.parametrize("hosts", LAYOUTS)
 def test_random_operations(ranks: RankServer, hosts: str) -> None:
     """All kinds, dtypes and sizes, in overlapping groups, with messages beside them."""
-    plan, count = Plan(cases.fresh_seed(), len(hosts)), 250
+    plan, count = Plan(fresh_seed(), len(hosts)), 250
     results = ranks.run(len(hosts), soak, plan, 0, count, 30.0, timeout=30, hosts=hosts)
     assert all(result.operations == count for result in results)
     assert all(result.checked > 0 for result in results)
@@ -58,7 +59,7 @@ def large_operations(seed: int) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("hosts", ("aabb", "abcb", "abc"))
 def test_large_operations(ranks: RankServer, hosts: str) -> None:
-    ranks.run(len(hosts), large_operations, cases.fresh_seed(), timeout=60, hosts=hosts)
+    ranks.run(len(hosts), large_operations, fresh_seed(), timeout=60, hosts=hosts)
 
 
 def repeated_sums(seed: int) -> list[str]:
@@ -83,7 +84,7 @@ def repeated_sums(seed: int) -> list[str]:
 
 @pytest.mark.parametrize("hosts", ("aabb", "aab", "abc"))
 def test_results_are_reproducible_and_equal_on_all_ranks(ranks: RankServer, hosts: str) -> None:
-    seed = cases.fresh_seed()
+    seed = fresh_seed()
     first = ranks.run(len(hosts), repeated_sums, seed, hosts=hosts)
     again = ranks.run(len(hosts), repeated_sums, seed, hosts=hosts)
     assert len({tuple(each) for each in (*first, *again)}) == 1

@@ -18,9 +18,9 @@ from phalanx import key, transports
 from phalanx.system.polling import wait_until
 from phalanx.transports import Transfer, Transport, TransportError
 from phalanx.transports.gloo import GlooTransport
-from tests.conformance.cases import fresh_seed
 from tests.mpi import MpiRanks
 from tests.ranks import RankServer
+from tests.seeds import fresh_seed
 
 LIMIT = 20.0
 

@@ -20,6 +20,7 @@ from phalanx.backend.process_group import ProcessGroup
 from phalanx.errors import CollectiveTimeout, UsageError
 from tests.conformance import cases
 from tests.ranks import RankServer
+from tests.seeds import fresh_seed
 
 COUNT = 6  # divisible by the world sizes
 
@@ -145,7 +146,7 @@ def direct_equals_general(seed: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_direct_calls_have_the_results_of_general_ones(ranks: RankServer, size: int) -> None:
-    ranks.run(size, direct_equals_general, cases.fresh_seed())
+    ranks.run(size, direct_equals_general, fresh_seed())
 
 
 class _Mode(TorchDispatchMode):

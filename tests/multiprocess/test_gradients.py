@@ -1,6 +1,5 @@
 """`average_gradients` against numpy in float64, and against one process with the whole batch."""
 
-import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import phalanx
 from phalanx.data import per_rank_batch_size
 from phalanx.errors import UsageError
 from phalanx.parallel import average_gradients, average_gradients_per_parameter
+from tests.seeds import fresh_seed
 
 BACKENDS = ("gloo", "phalanx")
 WORLD_SIZES = (1, 2, 3, 4)
@@ -271,7 +271,7 @@ World = tuple[int, list[dict[str, Any]]]
 def world(request: pytest.FixtureRequest) -> World:
     """The seed, and the results of all ranks, of one launch."""
     backend, world_size = request.param
-    seed = secrets.randbits(32)
+    seed = fresh_seed()
     return seed, phalanx.launch(run_all, world_size, (backend, seed), timeout=TIMEOUT)
 
 

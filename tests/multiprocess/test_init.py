@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx.errors import UsageError
+from tests.seeds import fresh_seed
 
 BACKEND = "phalanx"
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -91,7 +92,7 @@ print("ended")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("nprocs", [2, 4])
 def test_ranks_of_a_launched_job(nprocs):
-    seed, backend = np.random.default_rng().integers(1 << 30), BACKEND
+    seed, backend = fresh_seed(), BACKEND
 
     def rank_of_many():
         import numpy as np

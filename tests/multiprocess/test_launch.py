@@ -18,8 +18,9 @@ import pytest
 
 import phalanx
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launcher.failures import Failure, excerpt, find_root_cause
+from phalanx.launcher.failures import Failure, excerpt, find_root_cause, mark_late_causes
 from tests.descriptors import list_descriptors
+from tests.seeds import fresh_seed
 
 BACKEND = "phalanx"
 LIMIT = 60
@@ -67,7 +68,7 @@ def test_results_in_rank_order_and_the_environment(nprocs):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("nprocs", [1, 2, 4])
 def test_ranks_form_a_group_and_may_leave_it_open(nprocs):
-    backend, seed = BACKEND, np.random.default_rng().integers(1 << 30)
+    backend, seed = BACKEND, fresh_seed()
 
     def rank():
         import numpy as np
@@ -170,7 +171,7 @@ def test_big_output_argument_and_result(capfd):
         sys.stderr.write("y" * 3_000_000 + "\n")
         return data[::-1]
 
-    data = np.random.default_rng().bytes(30_000_001)
+    data = np.random.default_rng(fresh_seed()).bytes(30_000_001)
     assert phalanx.launch(rank, 2, (data,), timeout=LIMIT) == [data[::-1]] * 2
     out, err = capfd.readouterr()
     assert (out.count("x"), err.count("y")) == (6_000_000, 6_000_000)
@@ -425,6 +426,22 @@ def test_root_cause_among_failures():
     assert first.rank == 2
     assert find_root_cause([Failure(0, 1, 1, 1.0, lost), Failure(1, 2, 1, 2.0, reset)]).rank == 1
     assert find_root_cause([Failure(3, 1, 1, 2.0, "A"), Failure(1, 2, 1, 2.0, "A")]).rank == 1
+
+
+def test_a_cause_that_was_stopped_before_it_had_ended():
+    """It had raised, and others name it; one that has only logged a traceback is none."""
+    raised = "Traceback (most recent call last):\n  ...\nValueError: x"
+    lost = "Traceback ...\nphalanx.errors.PeerLost: rank 2 (pid 9) has ended with ValueError: x"
+    failures = [
+        Failure(0, 10, 1, 1.0, lost),
+        Failure(1, 11, -15, 2.0, raised, stopped=True),
+        Failure(2, 9, -15, 3.0, raised, stopped=True),
+        Failure(3, 12, -15, 4.0, lost.replace("...", "(most recent call last):"), stopped=True),
+    ]
+    cause = find_root_cause(mark_late_causes(failures))
+    assert cause.headline.startswith("rank 2 (pid 9) raised an exception")
+    assert cause.exit_code == 1
+    assert mark_late_causes(failures[1:]) == failures[1:]
 
 
 def test_excerpt_is_the_last_chain_of_tracebacks():

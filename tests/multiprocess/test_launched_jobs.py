@@ -384,6 +384,8 @@ def wait_for_the_end_of_rank_0():
     stat = pathlib.Path("/proc", pathlib.Path("pid0").read_text(), "stat")
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
         time.sleep(0.005)
+    if sys.argv[1:] == ["lingers"]:
+        time.sleep(600)  # the launcher stops it
 
 model = DistributedDataParallel(torch.nn.Linear(8, 8))
 if rank == 1:
@@ -395,9 +397,10 @@ model(torch.ones(8)).sum().backward()
 
 
 @pytest.mark.slow
-def test_an_error_wrapped_by_ddp_is_a_consequence(command: Command) -> None:
+@pytest.mark.parametrize("end", ["ends", "lingers"])
+def test_an_error_wrapped_by_ddp_is_a_consequence(command: Command, end: str) -> None:
     """DDP's C++ wraps PeerLost in a RuntimeError, which here is reported before the cause."""
-    code, _, err = command.run("run", "--nproc-per-node", 2, command.script(DDP))
+    code, _, err = command.run("run", "--nproc-per-node", 2, command.script(DDP), end)
     assert code == 1
     headline = next(line for line in err.splitlines() if line.startswith("phalanx run: "))
     assert headline.startswith("phalanx run: rank 1 ")

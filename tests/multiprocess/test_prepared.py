@@ -20,6 +20,7 @@ from phalanx.errors import ArgumentTypeError, CollectiveMismatch, CollectiveTime
 from tests.conformance import cases
 from tests.multiprocess.test_direct_calls import COUNT, general_calls, operations
 from tests.ranks import RankServer
+from tests.seeds import fresh_seed
 
 RUNS = 3
 
@@ -76,7 +77,7 @@ def has_results_of_plain_calls(seed: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_prepared_operations_have_the_results_of_plain_ones(ranks: RankServer, size: int) -> None:
-    ranks.run(size, has_results_of_plain_calls, cases.fresh_seed())
+    ranks.run(size, has_results_of_plain_calls, fresh_seed())
 
 
 def runs_with_new_values(seed: int) -> None:
@@ -99,7 +100,7 @@ def runs_with_new_values(seed: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_runs_take_the_values_of_their_time(ranks: RankServer, size: int) -> None:
-    ranks.run(size, runs_with_new_values, cases.fresh_seed())
+    ranks.run(size, runs_with_new_values, fresh_seed())
 
 
 def exchanges_messages(seed: int) -> None:
@@ -124,7 +125,7 @@ def exchanges_messages(seed: int) -> None:
 
 
 def test_messages_cross_when_they_are_started(ranks: RankServer) -> None:
-    ranks.run(2, exchanges_messages, cases.fresh_seed())
+    ranks.run(2, exchanges_messages, fresh_seed())
 
 
 def runs_behind_queued_operations() -> None:
@@ -231,7 +232,7 @@ def merges(seed: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_plan_merges_what_is_small_and_independent(ranks: RankServer, size: int) -> None:
-    ranks.run(size, merges, cases.fresh_seed())
+    ranks.run(size, merges, fresh_seed())
 
 
 def merges_up_to_a_limit() -> None:

@@ -17,6 +17,7 @@ from phalanx import rpc
 from phalanx.errors import CallTimeout, PhalanxError, RemoteError, UsageError
 from phalanx.rpc.agent import agent
 from tests.ranks import RankServer
+from tests.seeds import fresh_seed
 from tests.waiting import wait_for
 
 DTYPES = [
@@ -165,7 +166,7 @@ def check_values() -> None:
 
 
 def check_tensors() -> None:
-    generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little"))
+    generator = torch.Generator().manual_seed(fresh_seed())
     peer = worker_name(1)
     sent = []
     for dtype in DTYPES:

@@ -25,6 +25,7 @@ from tests.ranks import (
     run_in_group,
     wait_for_file,
 )
+from tests.seeds import fresh_seed
 
 # Ranks 1, 2 and 4 are below rank 0; 3 is below 2; 6 is below 4, and 5 and 7 below these.
 SIZE = 8
@@ -66,7 +67,7 @@ def reduce_in_many_ways(dtype: torch.dtype) -> bool:
     assert not has_tree(flat)
     assert native_group().caches == ([0, 2, 4, 6] if dist.get_world_size() == SIZE else [])
     assert native_group(flat).caches == []
-    generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little"))
+    generator = torch.Generator().manual_seed(fresh_seed() + dist.get_rank())
     for count in (0, 1, 6, 7, 200, 511, 513, 1024, 1025, 4096, 5000, 40_000, 600_001):
         data = torch.rand(count, generator=generator, dtype=torch.float64).mul(100).to(dtype)
         over_tree, over_flat, right = data.clone(), data.clone(), data.double()

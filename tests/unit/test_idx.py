@@ -10,6 +10,7 @@ import torch
 
 from examples.idx import load_mnist, read_idx
 from phalanx.errors import UsageError
+from tests.seeds import fresh_seed
 
 TYPES = {
     0x08: ("B", torch.uint8),
@@ -28,7 +29,7 @@ def idx(code: int, shape: tuple[int, ...], values: list[float]) -> bytes:
 
 
 def write_mnist(directory: Path, part: str, n: int, end: str = "") -> tuple[list[int], list[int]]:
-    generator = np.random.default_rng()
+    generator = np.random.default_rng(fresh_seed())
     pixels = generator.integers(0, 256, n * 28 * 28).tolist()
     labels = generator.integers(0, 10, n).tolist()
     pack = gzip.compress if end else bytes
@@ -42,7 +43,7 @@ def write_mnist(directory: Path, part: str, n: int, end: str = "") -> tuple[list
 def test_every_dtype(tmp_path: Path, code: int, compressed: bool) -> None:
     dtype = TYPES[code][1]
     low, high = (0, 256) if code == 8 else (-128, 128)
-    values = np.random.default_rng().integers(low, high, 2 * 3 * 5)
+    values = np.random.default_rng(fresh_seed()).integers(low, high, 2 * 3 * 5)
     if code == 0x0C:
         values *= 2**20
     content = idx(code, (2, 3, 5), values.tolist())

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from phalanx import _native
+from phalanx.backend import threads
 from phalanx.backend.threads import CollectiveThread
 
 LIMIT = 10.0
@@ -72,6 +73,12 @@ def stop_soon(thread: CollectiveThread) -> None:
 
 
 @pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let calls stay deferred until the test asks for them, however slow it is."""
+    monkeypatch.setattr(threads, "_DEFERRAL_SECONDS", LIMIT)
+
+
+@pytest.fixture
 def thread() -> Iterator[CollectiveThread]:
     state = State(object(), LIMIT)
     thread = CollectiveThread("test", state)
@@ -120,6 +127,7 @@ def test_a_call_submitted_within_a_submitted_one(thread: CollectiveThread) -> No
     assert order == ["third", "fourth", "second", "first"]
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_deferred_calls_run_where_it_is_asked_for(thread: CollectiveThread) -> None:
     log = Log()
     assert thread.defer(log.call("first"))
@@ -155,6 +163,7 @@ def test_a_call_is_not_deferred_behind_others(thread: CollectiveThread) -> None:
     assert log.order == []
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_calls_that_come_while_deferred_ones_run(thread: CollectiveThread) -> None:
     """They run after those, in the same thread; one of that thread has ended on return."""
     log = Log()
@@ -174,6 +183,7 @@ def test_calls_that_come_while_deferred_ones_run(thread: CollectiveThread) -> No
     assert all(is_here for _, is_here in log.order)
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_an_interrupt_between_deferred_calls(thread: CollectiveThread) -> None:
     """The thread runs what is left."""
     log = Log()

@@ -32,6 +32,7 @@ from phalanx.launcher.failures import (
     excerpt,
     find_root_cause,
     format_report,
+    mark_late_causes,
     may_have_unknown_cause,
 )
 from phalanx.launcher.job_coordinator import AbsentHostError, Agreement, JobCoordinator, agree
@@ -256,10 +257,12 @@ class Agent(LocalElasticAgent):
 
     def _all_failures(self, worker_group: WorkerGroup, result: RunResult) -> list[Failure]:
         self._forwarder.wait_for_exits(_EXIT_SECONDS)
-        return [
-            self._failure(worker_group, failure.local_rank, failure.pid, failure.exitcode)
-            for failure in result.failures.values()
-        ]
+        return mark_late_causes(
+            [
+                self._failure(worker_group, failure.local_rank, failure.pid, failure.exitcode)
+                for failure in result.failures.values()
+            ]
+        )
 
     def _failure(self, worker_group: WorkerGroup, local_rank: int, pid: int, code: int) -> Failure:
         end = self._forwarder.exits().get(local_rank)

@@ -8,7 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from phalanx.system.processes import describe_exit, signal_exit_code
@@ -59,10 +59,14 @@ class Failure:
     text: str = ""
     stopped: bool = False
     """True if the launcher had begun to stop the rank before it ended."""
+    had_raised: bool = False
+    """True if the rank was ending with an exception, the cause of others, when it was stopped."""
 
     @property
     def distance(self) -> int:
         """The distance from the cause: 0 for a real error, more for its consequences."""
+        if self.had_raised:
+            return 0
         if self.stopped:
             return STOPPED
         if self.code < 0 and self.code != -signal.SIGABRT:
@@ -74,12 +78,17 @@ class Failure:
     @property
     def exit_code(self) -> int:
         """The exit code of the launcher for this failure: 128 + N for signal N, never 0."""
+        if self.had_raised:
+            return 1
         return signal_exit_code(-self.code) if self.code < 0 else self.code or 1
 
     @property
     def headline(self) -> str:
         """A line with the rank, its pid and the reason of its exit."""
-        return f"rank {self.rank} (pid {self.pid}) {_describe_exit(self.code)}"
+        reason = "raised an exception, and was stopped before it had ended"
+        if not self.had_raised:
+            reason = _describe_exit(self.code)
+        return f"rank {self.rank} (pid {self.pid}) {reason}"
 
     @property
     def name(self) -> str:
@@ -126,6 +135,24 @@ F = TypeVar("F", Failure, HostFailure)
 def find_root_cause(failures: Sequence[F]) -> F:
     """Return the failure with the least distance, then the earliest time, then the lowest rank."""
     return min(failures, key=lambda failure: (failure.distance, failure.time, failure.rank))
+
+
+def mark_late_causes(failures: Sequence[Failure]) -> list[Failure]:
+    """Find stopped ranks that were the cause: they had raised an exception, and others name them.
+
+    A rank reports its exception to its peers at once, but may take long to end after that. By then
+    its peers may have ended, and the launcher may have stopped it.
+    """
+    reports = [failure.text for failure in failures if failure.distance == CONSEQUENCE]
+    return [
+        replace(failure, had_raised=True)
+        if failure.stopped
+        and _TRACEBACK in failure.text
+        and not _PEER_FAILURE.search(failure.text)
+        and any(f"(pid {failure.pid})" in report for report in reports)
+        else failure
+        for failure in failures
+    ]
 
 
 def may_have_unknown_cause(failures: Sequence[F]) -> bool:
