@@ -118,7 +118,7 @@ stability: setup-dev ## run all of it N times, beside busy processes, and record
 
 # ---- checks ----
 
-lint: setup-dev ## ruff, mypy, import-linter, clang-format, retired words
+lint: setup-dev ## ruff, mypy, import-linter, clang-format, retired words, clocks in tests
 	$(call section,ruff: rules and format)
 	@ruff check
 	@ruff format --check
@@ -130,6 +130,8 @@ lint: setup-dev ## ruff, mypy, import-linter, clang-format, retired words
 	@clang-format --dry-run -Werror $(SOURCES) $(HEADERS)
 	$(call section,Retired words)
 	@python tools/check_words.py
+	$(call section,Bounds on the clock in tests)
+	@python tools/check_clocks.py
 
 format: setup-dev ## rewrite the sources in the project's format
 	@ruff check --fix-only --quiet

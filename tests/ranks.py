@@ -23,6 +23,7 @@ import torch.distributed as dist
 from phalanx.testing import processes
 from phalanx.testing.fork_server import Outcome, Task
 from phalanx.topology import layout, places
+from tests.waiting import once_blocked
 
 # The host of each rank, one letter per rank, repeated: runs tests of one host on several hosts.
 HOSTS = os.environ.get("PHALANX_TEST_HOSTS", "")
@@ -30,6 +31,8 @@ HOSTS = os.environ.get("PHALANX_TEST_HOSTS", "")
 TREES = bool(os.environ.get("PHALANX_TEST_TREES"))
 # The default time limit of the ranks of a test, in seconds: a hang is a failure.
 LIMIT = 60.0
+# The timeout of the group's formation. A slow start of a rank is no subject of a test.
+FORMATION = 60.0
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,8 @@ class RankServer:
     ) -> RunningRanks:
         """Start `size` ranks that run `function(*arguments)`.
 
-        They form a group of the backend "phalanx" with this `timeout`, or no group if it is None.
+        They form a group of the backend "phalanx", or no group if `timeout` is None. Once all have
+        formed it, `timeout` is that of its operations.
         Their environment has `RANK`, `WORLD_SIZE`, and `FOLDER`, a new folder that they share.
 
         `hosts` has one letter per rank: ranks with different letters simulate different hosts.
@@ -172,8 +176,11 @@ def run_in_group(timeout: float, function: Callable[..., object], *arguments: ob
         init_method=f"file://{os.environ['FOLDER']}/store",
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=timeout),
+        timeout=timedelta(seconds=FORMATION),
     )
+    meet("formed")
+    group: Any = dist.group.WORLD
+    group.set_timeout(timedelta(seconds=timeout))
     value = function(*arguments)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -185,11 +192,32 @@ def marker_file(name: str) -> Path:
     return Path(os.environ["FOLDER"], name)
 
 
-def wait_for_file(name: str, seconds: float = 20.0) -> None:
+def wait_for_file(name: str, seconds: float = LIMIT) -> None:
     end = time.monotonic() + seconds
     while not marker_file(name).exists():
         assert time.monotonic() < end, f"{name} was not created"
         time.sleep(0.002)
+
+
+def meet(name: str) -> None:
+    """Return once every rank has called this with the same name, without an operation."""
+    size = dist.get_world_size()
+    marker_file(f"{name}{dist.get_rank()}of{size}").touch()
+    for rank in range(size):
+        wait_for_file(f"{name}{rank}of{size}")
+
+
+def announce_wait() -> None:
+    """Tell the other ranks when this thread is blocked in the call that follows."""
+    file = marker_file(f"waiting{dist.get_rank()}")
+    once_blocked(file.touch)
+
+
+def wait_until_others_wait() -> None:
+    """Return once all other ranks are blocked in the call before which they announced it."""
+    for rank in range(dist.get_world_size()):
+        if rank != dist.get_rank():
+            wait_for_file(f"waiting{rank}")
 
 
 def connect_ranks() -> None:
@@ -198,10 +226,7 @@ def connect_ranks() -> None:
     A test can call it once for each world size.
     """
     dist.all_reduce(torch.ones(3))
-    size = dist.get_world_size()
-    marker_file(f"connected{dist.get_rank()}of{size}").touch()
-    for rank in range(size):
-        wait_for_file(f"connected{rank}of{size}")
+    meet("connected")
 
 
 @contextmanager

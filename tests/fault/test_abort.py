@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import Aborted, CollectiveTimeout, PeerLost, PhalanxError
-from tests.ranks import RankServer
+from tests.ranks import (
+    RankServer,
+    announce_wait,
+    marker_file,
+    wait_for_file,
+    wait_until_others_wait,
+)
+from tests.waiting import once_blocked, wait_for
 
 
 def run_on_each_rank(count: int) -> list[torch.Tensor]:
@@ -55,7 +62,7 @@ def rank_0_does_not_come(operation: str) -> None:
         WAITS[operation]()
     waited = time.monotonic() - start
     given_up.touch()
-    assert 0.5 <= waited < 1.5, waited
+    assert waited >= 0.5
     message = str(caught.value)
     assert "until the timeout of 0.5 s on this rank" in message, message
     assert "test_abort.py:" in message, message
@@ -95,7 +102,7 @@ def operation_timeout(kind: str, async_op: bool) -> None:
         call(options).wait()
     waited = time.monotonic() - start
     given_up.touch()
-    assert 0.3 <= waited < 1.3, waited
+    assert waited >= 0.3
 
 
 @pytest.mark.parametrize(
@@ -152,7 +159,7 @@ def wait_for_rank_1() -> None:
     dist.recv(torch.zeros(1), 1, tag=9)
 
 
-def ctrl_c(operation: str) -> float:
+def ctrl_c(operation: str) -> str:
     """Interrupt rank 1 while it waits for rank 0, which waits for another operation of rank 1."""
     dist.barrier()
     if dist.get_rank() == 0:
@@ -164,48 +171,38 @@ def ctrl_c(operation: str) -> float:
         if operation != "work":
             assert isinstance(caught.value, Aborted), caught.value
             assert "rank 1 was interrupted" in str(caught.value)
-        return 0.0
-    sent: list[float] = []
-
-    def interrupt() -> None:
-        sent.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Timer(0.05, interrupt).start()
-    try:
+        return "lost"
+    once_blocked(lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
         WAITS[operation]()
-    except KeyboardInterrupt:
-        return time.monotonic() - sent[0]
-    raise AssertionError("not interrupted")
+    return "interrupted"
 
 
 @pytest.mark.parametrize("operation", WAITS)
 def test_ctrl_c(ranks: RankServer, operation: str) -> None:
-    first, second = ranks.start(2, ctrl_c, operation).join(30)
-    assert first.code == 0, first.report()
-    assert second.value < 1.0
+    assert ranks.run(2, ctrl_c, operation, timeout=60) == ["lost", "interrupted"]
 
 
 def handler_that_does_not_raise() -> None:
     """A signal whose handler returns does not disturb the operation."""
-    hits = []
+    hits: list[int] = []
     signal.signal(signal.SIGUSR1, lambda *_: hits.append(1))
     dist.barrier()
+
+    def send_signals() -> None:
+        for turn in range(4):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            wait_for(lambda: len(hits) > turn)  # noqa: B023 - called at once
+        marker_file("signalled").touch()
+
     if dist.get_rank() == 0:
-        timers = [
-            threading.Timer(0.02 * turn, os.kill, (os.getpid(), signal.SIGUSR1))
-            for turn in range(1, 5)
-        ]
-        for timer in timers:
-            timer.start()
+        once_blocked(send_signals)
         received = torch.zeros(1)
         dist.recv(received, 1)
         assert received.item() == 5
-        assert hits
-        for timer in timers:
-            timer.join()
+        assert len(hits) == 4
     else:
-        time.sleep(0.2)
+        wait_for_file("signalled")
         dist.send(torch.full((1,), 5.0), 0)
 
 
@@ -216,9 +213,10 @@ def test_a_handler_that_returns_disturbs_nothing(ranks: RankServer) -> None:
 def abort_by_rank_0(operation: str) -> str:
     dist.barrier()
     if dist.get_rank() == 0:
-        time.sleep(0.02)
+        wait_until_others_wait()
         dist.group.WORLD.abort()
         return ""
+    announce_wait()
     with pytest.raises(Aborted) as caught:
         WAITS[operation]()
     return str(caught.value)
@@ -235,6 +233,7 @@ def abort_while_another_thread_waits() -> None:
     errors: list[BaseException] = []
 
     def wait() -> None:
+        announce_wait()
         try:
             dist.recv(torch.zeros(1), 1 - dist.get_rank())
         except PhalanxError as error:
@@ -244,9 +243,10 @@ def abort_while_another_thread_waits() -> None:
     thread = threading.Thread(target=wait)
     thread.start()
     if dist.get_rank() == 0:
-        time.sleep(0.02)
+        wait_until_others_wait()
+        wait_for_file("waiting0")
         dist.group.WORLD.abort()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert [type(error) for error in errors] == [Aborted]
 

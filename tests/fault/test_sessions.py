@@ -98,8 +98,7 @@ def test_all_groups_at_once(runner: FaultRunner) -> None:
     """Ranks that wait in another group raise too, and so do the victim's own operations."""
     result = runner.run(end_on_one_rank, 3, ("exception", True))
     for rank in (0, 2):
-        text = check_error(result[rank], "exception", result[VICTIM])
-        assert result[rank].time - result[VICTIM].value < 1.0, text
+        check_error(result[rank], "exception", result[VICTIM])
 
 
 def test_caught_outside(runner: FaultRunner) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from phalanx.errors import Aborted, CollectiveTimeout
 from tests.ranks import RankServer
+from tests.waiting import once_blocked
 
 
 def reduce_within(seconds: float) -> None:
@@ -60,7 +61,7 @@ def test_wait_for_another_thread_has_a_deadline(ranks: RankServer) -> None:
     assert "rank 0 waited for its own turn until the timeout of 0.5 s" in own
     assert "another of its threads is in an operation of this group" in own
     assert "waited for its own turn" in other, "the group is broken for all threads"
-    assert 0.5 <= took < 5
+    assert took >= 0.5
 
 
 def interrupt_wait_for_another_thread() -> str:
@@ -79,7 +80,7 @@ def interrupt_wait_for_another_thread() -> str:
     limit = time.monotonic() + 20
     while native.sequence < 2 and time.monotonic() < limit:
         time.sleep(0.001)
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    once_blocked(lambda: os.kill(os.getpid(), signal.SIGINT))
     try:
         reduce_within(60)
     except KeyboardInterrupt:

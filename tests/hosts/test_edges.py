@@ -17,6 +17,7 @@ import torch.distributed as dist
 import phalanx
 from phalanx.hierarchical.messages import MessageMatcher
 from tests.ranks import RankServer, marker_file, wait_for_file
+from tests.waiting import once_blocked
 
 LIMIT = 20.0
 
@@ -83,8 +84,7 @@ def interrupt_recv() -> list[float]:
     tensor, other = torch.full((3,), -1.0), torch.zeros(3)
     if dist.get_rank() == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
+        once_blocked(lambda: os.kill(os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             dist.recv(tensor, 1)
         marker_file("interrupted").touch()
@@ -124,10 +124,8 @@ def unknown_interface() -> str:
     if rank == 1:
         os.environ["PHALANX_INTERFACE"] = "nosuch0"
     method = f"file://{os.environ['FOLDER']}/store"
-    start = time.monotonic()
     with pytest.raises(phalanx.PhalanxError if rank == 0 else phalanx.UsageError) as caught:
         dist.init_process_group("phalanx", init_method=method, rank=rank, world_size=2)
-    assert time.monotonic() - start < LIMIT
     return str(caught.value)
 
 

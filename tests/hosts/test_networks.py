@@ -129,9 +129,7 @@ def test_a_killed_host(network: Network, script: Path) -> None:
     job = Job(network, script, "dies", 29512)
     job.wait_for("ready", 4)
     job.processes[1].send_signal(signal.SIGKILL)
-    start = time.monotonic()
     job.wait_for("caught", 2)
-    assert time.monotonic() - start < 10
     job.end(0)
     caught = re.findall(
         r"caught PeerLost .*: rank ([23]) \(pid \d+ on (\S+)\) has died", job.text(0)
@@ -174,9 +172,7 @@ def test_a_link_that_is_too_slow(script: Path) -> None:
         job = Job(network, script, "slow", 29514)
         job.wait_for("ready", 4)
         network.shape(1, "64kbit", "4kb")
-        start = time.monotonic()
         job.wait_for("caught", 4)
-        assert time.monotonic() - start < 40
         job.end(0, 1)
         for host in range(2):
             named = r"caught (?:CollectiveTimeout|PeerLost) .*: .*\brank \d \(pid \d+ on \S+\)"

