@@ -30,7 +30,9 @@ HOSTS = os.environ.get("PHALANX_TEST_HOSTS", "")
 # Runs them with groups that meet over trees, if it is set.
 TREES = bool(os.environ.get("PHALANX_TEST_TREES"))
 # The default time limit of the ranks of a test, in seconds: a hang is a failure.
-LIMIT = 60.0
+LIMIT = 90.0
+# The default timeout of the operations of a group: an error that comes by itself comes before.
+TIMEOUT = 60.0
 # The timeout of the group's formation. A slow start of a rank is no subject of a test.
 FORMATION = 60.0
 
@@ -116,7 +118,7 @@ class RankServer:
         size: int,
         function: Callable[..., object],
         *arguments: object,
-        timeout: float | None = 20.0,
+        timeout: float | None = TIMEOUT,
         hosts: str = "",
     ) -> RunningRanks:
         """Start `size` ranks that run `function(*arguments)`.
@@ -146,7 +148,7 @@ class RankServer:
         size: int,
         function: Callable[..., object],
         *arguments: object,
-        timeout: float | None = 20.0,
+        timeout: float | None = TIMEOUT,
         limit: float = LIMIT,
         hosts: str = "",
     ) -> list[Any]:

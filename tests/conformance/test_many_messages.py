@@ -208,7 +208,7 @@ def from_threads(seed: int) -> None:
             work.wait()
         assert (tensor == sum(range(world_size))).all()
     for thread in threads:
-        thread.join(40)
+        thread.join(60)
         assert not thread.is_alive()
     assert not errors, errors
 
@@ -285,7 +285,7 @@ def pairs_of_threads(seed: int) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(40)
+        thread.join(60)
         assert not thread.is_alive()
     assert not errors, errors
 

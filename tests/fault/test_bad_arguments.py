@@ -307,7 +307,7 @@ def objects_that_cannot_be_pickled() -> None:
 
 
 def test_objects_that_cannot_be_pickled(ranks: RankServer) -> None:
-    ranks.run(2, objects_that_cannot_be_pickled, timeout=10)
+    ranks.run(2, objects_that_cannot_be_pickled)
 
 
 def reject_all(names: list[str]) -> None:
@@ -317,11 +317,11 @@ def reject_all(names: list[str]) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_wrong_arguments(ranks: RankServer, name: str) -> None:
-    ranks.run(2, reject, name, timeout=10)
+    ranks.run(2, reject, name)
 
 
 def test_many_errors_in_one_group(ranks: RankServer) -> None:
-    ranks.run(2, reject_all, list(CASES), timeout=10)
+    ranks.run(2, reject_all, list(CASES))
 
 
 def uncaught() -> None:

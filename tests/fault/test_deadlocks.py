@@ -58,7 +58,7 @@ def opposite_order(pairs: list[tuple[int, int]], is_async: tuple[object, ...] = 
 def test_two_groups_of_two_ranks_in_opposite_order(
     ranks: RankServer, is_async: tuple[object, ...]
 ) -> None:
-    for ended in ranks.start(2, opposite_order, [(0, 1), (0, 1)], is_async).join(30):
+    for ended in ranks.start(2, opposite_order, [(0, 1), (0, 1)], is_async).join():
         text = str(ended.error)
         assert isinstance(ended.error, CollectiveMismatch), ended.report()
         assert "ranks use groups in different orders" in text
@@ -71,7 +71,7 @@ def test_two_groups_of_two_ranks_in_opposite_order(
 def test_cycle_of_pairs(ranks: RankServer, size: int, is_async: bool) -> None:
     """No group has all ranks, and no rank is in all groups: each rank propagates the failure."""
     pairs = [(rank, (rank + 1) % size) for rank in range(size)]
-    for ended in ranks.start(size, opposite_order, pairs, (is_async,) * size).join(30):
+    for ended in ranks.start(size, opposite_order, pairs, (is_async,) * size).join():
         assert isinstance(ended.error, CollectiveMismatch), ended.report()
         text = str(ended.error)
         for rank in range(size):

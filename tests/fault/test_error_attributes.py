@@ -44,7 +44,7 @@ def error_of(outcome: RankOutcome, kind: type[phalanx.PhalanxError]) -> phalanx.
 @HOSTS
 def test_a_killed_rank(ranks: RankServer, hosts: str) -> None:
     running = ranks.start(4, kill_a_member, hosts=hosts)
-    running.wait(30.0, [1, 3])
+    running.wait(60, [1, 3])
     (running.folder / "end").touch()
     error = error_of(running.join()[1], phalanx.PeerLost)
     assert error.ranks == (3,)
@@ -97,7 +97,7 @@ def test_a_mismatch(ranks: RankServer, hosts: str) -> None:
 @pytest.mark.parametrize("hosts", ["", "ab"], ids=["one host", "two hosts"])
 def test_a_timeout(ranks: RankServer, hosts: str, function: object) -> None:
     running = ranks.start(2, function, timeout=1.0, hosts=hosts)  # type: ignore[arg-type]
-    running.wait(30.0, [0])
+    running.wait(60, [0])
     running.signal(1, signal.SIGKILL)
     error = error_of(running.join()[0], phalanx.CollectiveTimeout)
     # A wait that ends before the operation does cannot ask other hosts.

@@ -46,7 +46,7 @@ def chains() -> None:
 
 
 def test_a_chain_of_futures(ranks: RankServer) -> None:
-    first, _ = ranks.start(2, chains).join(30)
+    first, _ = ranks.start(2, chains).join()
     assert first.code == 0, first.report()
 
 
@@ -64,7 +64,7 @@ def combine_works() -> None:
 
 
 def test_combined_works(ranks: RankServer) -> None:
-    first, _ = ranks.start(2, combine_works).join(30)
+    first, _ = ranks.start(2, combine_works).join()
     assert first.code == 0, first.report()
 
 
@@ -89,7 +89,7 @@ def in_ddp(hook: Callable[..., Any] | None) -> None:
 
 @pytest.mark.parametrize("hook", (None, averaged))
 def test_a_death_in_ddp(ranks: RankServer, hook: Callable[..., Any] | None) -> None:
-    first, _ = ranks.start(2, in_ddp, hook).join(30)
+    first, _ = ranks.start(2, in_ddp, hook).join()
     assert first.code == 0, first.report()
 
 

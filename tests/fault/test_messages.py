@@ -109,12 +109,12 @@ def leave_in_another_thread(how: str) -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    assert waiting.wait(10)
+    assert waiting.wait(60)
     group: Any = dist.group.WORLD
     while group._membership.native.outstanding == 0:
         time.sleep(0.001)
     group.shutdown() if how == "shutdown" else group.abort()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
     (error,) = errors
     assert isinstance(error, Aborted), error
@@ -144,7 +144,7 @@ def interrupt_beside_a_stream() -> None:
         once_blocked(lambda: os.kill(os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             dist.recv(zeros(), 0, tag=1)
-    thread.join(15)
+    thread.join(60)
     assert not thread.is_alive()
 
 

@@ -140,7 +140,7 @@ def check(outcomes: list[RankOutcome], first: str, other: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_disagree(ranks: RankServer, name: str, world_size: int) -> None:
     _, _, first, other = CASES[name]
-    check(ranks.start(world_size, disagree, name).join(20), first, other)
+    check(ranks.start(world_size, disagree, name).join(), first, other)
 
 
 def exchange(form: str, given: list[int], taken: list[int], async_op: bool) -> None:
@@ -177,7 +177,7 @@ def splits_disagree(form: str, unit: int, async_op: bool) -> None:
 )
 def test_splits_disagree(ranks: RankServer, form: str, unit: int, async_op: bool) -> None:
     """Rank 0 raises too, although its own splits agree with the others'."""
-    outcomes = ranks.start(3, splits_disagree, form, unit, async_op).join(20)
+    outcomes = ranks.start(3, splits_disagree, form, unit, async_op).join()
     gives = f"in all_to_all #1: rank 1 gives rank 2 {2 * unit} elements"
     check(outcomes, gives, f"which expects {3 * unit}")
 
@@ -191,7 +191,7 @@ def equal_and_uneven_splits() -> None:
 
 
 def test_equal_and_uneven_splits(ranks: RankServer) -> None:
-    outcomes = ranks.start(2, equal_and_uneven_splits).join(20)
+    outcomes = ranks.start(2, equal_and_uneven_splits).join()
     check(outcomes, "rank 1 gives rank 0 1 elements at test_mismatch.py:", "split sizes disagree")
     assert all(", which expects 2 at test_mismatch.py:" in str(rank.error) for rank in outcomes)
 
@@ -205,7 +205,7 @@ def uneven_parts_disagree() -> None:
 
 
 def test_uneven_parts(ranks: RankServer) -> None:
-    outcomes = ranks.start(2, uneven_parts_disagree).join(20)
+    outcomes = ranks.start(2, uneven_parts_disagree).join()
     check(outcomes, "broadcast #2 float32[4] root 1", "broadcast #2 float32[5] root 1")
 
 
@@ -230,7 +230,7 @@ def out_of_step() -> None:
 
 
 def test_skipped_call(ranks: RankServer) -> None:
-    outcomes = ranks.start(3, out_of_step).join(20)
+    outcomes = ranks.start(3, out_of_step).join()
     check(outcomes, "broadcast #4 float32[4] root 0", "all_reduce #4 float32[4] SUM")
 
 
@@ -248,7 +248,7 @@ def one_rank_leaves(operation: str) -> None:
 
 @pytest.mark.parametrize("operation", ("all_reduce", "recv", "recv from any"))
 def test_rank_that_left(ranks: RankServer, operation: str) -> None:
-    first, second = ranks.start(2, one_rank_leaves, operation).join(20)
+    first, second = ranks.start(2, one_rank_leaves, operation).join()
     assert first.code == 0
     assert isinstance(second.error, CollectiveMismatch), second.report()
     assert f"rank 0 (pid {first.pid}) has left the group" in str(second.error)
@@ -284,7 +284,7 @@ def wrong_message(name: str, how: str) -> None:
 @pytest.mark.parametrize("name", MESSAGES)
 def test_message_of_another_size(ranks: RankServer, name: str, how: str) -> None:
     _, _, sent, received = MESSAGES[name]
-    for rank in ranks.start(2, wrong_message, name, how).join(20):
+    for rank in ranks.start(2, wrong_message, name, how).join():
         assert isinstance(rank.error, CollectiveMismatch), rank.report()
         assert f"send {sent} to rank 1" in str(rank.error)
         assert f"recv {received} from rank 0" in str(rank.error)

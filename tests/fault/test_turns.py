@@ -50,7 +50,7 @@ def wait_behind_another_thread(seconds: float) -> tuple[str, str, float]:
         reduce_within(seconds)
     except CollectiveTimeout as error:
         took = time.monotonic() - begin
-        thread.join(20)
+        thread.join(60)
         dist.distributed_c10d._get_default_store().set("checked", "1")
         return str(error), str(errors[0]), took
     raise AssertionError("the operation did not wait for the other thread")
@@ -84,7 +84,7 @@ def interrupt_wait_for_another_thread() -> str:
     try:
         reduce_within(60)
     except KeyboardInterrupt:
-        other.join(20)
+        other.join(60)
         dist.distributed_c10d._get_default_store().set("checked", "1")
         return "interrupted" if not other.is_alive() else "the other thread still waits"
     return "not interrupted"

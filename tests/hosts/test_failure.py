@@ -147,7 +147,7 @@ def wait_for_busy_rank() -> str:
 
 
 def test_failure_reaches_ranks_that_wait_for_another_rank(ranks: RankServer) -> None:
-    ended = ranks.start(4, wait_for_busy_rank, hosts="aabb").join(30)
+    ended = ranks.start(4, wait_for_busy_rank, hosts="aabb").join()
     assert "rank 3 (pid" in ended[0].value
     assert ended[1].code == 0
 
@@ -226,7 +226,7 @@ def stop_rank() -> str:
 
 def test_stopped_rank(ranks: RankServer) -> None:
     run: RunningRanks = ranks.start(4, stop_rank, timeout=2.0, hosts="aabb")
-    assert not run.wait(30, [0, 1, 2])
+    assert not run.wait(60, [0, 1, 2])
     ended = run.collect()
     for rank in range(3):
         assert "rank 3 (pid" in ended[rank].value

@@ -24,7 +24,7 @@ LAYOUTS = ("aabb", "abab", "aab", "abcb", "ab", "abc", "aabbcc")
 def test_random_operations(ranks: RankServer, hosts: str) -> None:
     """All kinds, dtypes and sizes, in overlapping groups, with messages beside them."""
     plan, count = Plan(fresh_seed(), len(hosts)), 250
-    results = ranks.run(len(hosts), soak, plan, 0, count, 30.0, timeout=30, hosts=hosts)
+    results = ranks.run(len(hosts), soak, plan, 0, count, 60.0, hosts=hosts)
     assert all(result.operations == count for result in results)
     assert all(result.checked > 0 for result in results)
 

@@ -247,7 +247,7 @@ def test_vanished_host(ranks: RankServer, network: Network) -> None:
     wait_for(lambda: all_ready(run))
     network.disconnect(2)
     try:
-        assert not run.wait(40, (0, 1))
+        assert not run.wait(60, (0, 1))
     finally:
         network.reconnect(2)
         run.signal(2, signal.SIGKILL)

@@ -250,5 +250,5 @@ def pending_when_left() -> None:
 
 
 def test_messages_pending_when_the_group_is_left(ranks: RankServer) -> None:
-    for rank in ranks.start(2, pending_when_left).join(15):
+    for rank in ranks.start(2, pending_when_left).join():
         assert rank.code == 0, rank.report()

@@ -37,4 +37,4 @@ def chain_callbacks(how: str) -> None:
 
 @pytest.mark.parametrize("how", ("blocking", "work", "future"))
 def test_collectives_in_callbacks(ranks: RankServer, how: str) -> None:
-    ranks.run(2, chain_callbacks, how, timeout=5, limit=20)
+    ranks.run(2, chain_callbacks, how)

@@ -171,7 +171,7 @@ def check_equal(values: torch.Tensor) -> None:
 @pytest.mark.parametrize("hosts", ("ab", "aabb", "aab", "aaa"))
 @pytest.mark.parametrize("kind", ("local", "diloco"))
 def test_against_a_simulation(ranks: RankServer, kind: str, hosts: str, unit: str) -> None:
-    ranks.run(len(hosts), train, kind, hosts, unit, {}, timeout=30, hosts=hosts)
+    ranks.run(len(hosts), train, kind, hosts, unit, {}, timeout=60, hosts=hosts)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_against_a_simulation(ranks: RankServer, kind: str, hosts: str, unit: st
 def test_overlap_and_fragments_against_a_simulation(
     ranks: RankServer, options: dict[str, int], hosts: str
 ) -> None:
-    ranks.run(len(hosts), train, "diloco", hosts, "host", options, timeout=30, hosts=hosts)
+    ranks.run(len(hosts), train, "diloco", hosts, "host", options, timeout=60, hosts=hosts)
 
 
 def continues_meanwhile() -> None:
@@ -252,7 +252,7 @@ def loss_of(model: nn.Module) -> float:
 def test_overlap_fragments_and_compression(
     ranks: RankServer, options: dict[str, Any], hosts: str
 ) -> None:
-    ranks.run(len(hosts), overlaps, options, timeout=30, hosts=hosts)
+    ranks.run(len(hosts), overlaps, options, timeout=60, hosts=hosts)
 
 
 def begins_early(overlap: int) -> int:

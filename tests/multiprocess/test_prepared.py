@@ -447,7 +447,7 @@ def refuses_two_threads() -> None:
     with pytest.raises(UsageError, match="running in another thread: prepare an operation for"):
         operation()
     barrier_of_store("refused")
-    thread.join(20)
+    thread.join(60)
     assert tensor.item() == 0
 
 

@@ -152,7 +152,7 @@ def test_proof_is_valid_at_one_address(acceptor: AcceptorThread) -> None:
         thread.start()
         with pytest.raises(PhalanxError, match="does not know the job's key"):
             local_connection.connect(KEY, fake_address)
-        thread.join(20)
+        thread.join(60)
     assert not acceptor.authenticated
 
 
@@ -229,7 +229,7 @@ def test_peer_that_does_not_read_blocks_one_thread() -> None:
         received.append(message[0])
     assert sorted(received) == sorted(answers)
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     connection.close()
     reader.close()
 

@@ -289,7 +289,7 @@ def check_nested_calls() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
     # While one request is slow, others are executed.
     slow = rpc.rpc_async(worker_name(1), sleep, (2.0, "slow"))

@@ -88,7 +88,7 @@ def interrupt() -> None:
 
 
 def pause() -> None:
-    assert RESUME.wait(30)
+    assert RESUME.wait(60)
     RESUME.clear()
 
 
@@ -132,7 +132,7 @@ def send_from_many_threads() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(50)
+        thread.join(60)
         assert not thread.is_alive()
     assert failed == []
 
@@ -207,7 +207,7 @@ def delay_request() -> None:
     wait_for(lambda: rpc.rpc_sync(1, active_threads) <= 2)
     assert answers == []
     resume()
-    caller.join(20)
+    caller.join(60)
     assert answers == [SIZE]
 
 

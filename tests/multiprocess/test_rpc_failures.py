@@ -318,7 +318,7 @@ def check_exhaustion() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
     del rref
     wait_for(lambda: rpc.rpc_sync(2, owned_count) == 0)

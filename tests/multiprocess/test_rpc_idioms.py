@@ -380,7 +380,7 @@ def init_group(rank: int) -> None:
 
 
 def wait_for_group() -> None:
-    assert GROUP.wait(20)
+    assert GROUP.wait(60)
 
 
 @pytest.mark.parametrize("is_group_first", [True, False], ids=["group first", "RPC first"])

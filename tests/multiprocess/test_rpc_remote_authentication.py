@@ -131,7 +131,7 @@ def test_impostor_at_the_address_of_a_peer() -> None:
 
     sender = threading.Thread(target=send, daemon=True)
     sender.start()
-    sender.join(20)
+    sender.join(60)
     assert not sender.is_alive()
     for dealer in dealers:
         dealer.close()

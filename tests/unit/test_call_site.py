@@ -91,7 +91,7 @@ def test_threads() -> None:
     line = sys._getframe().f_lineno + 1
     thread = threading.Thread(target=lambda: found.append(call_site()))
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert found == [f"test_call_site.py:{line}"]
 
 

@@ -60,7 +60,7 @@ def request_groups(numbers: list[int], peers: dict[int, int] | None = None) -> l
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     return answers
 
 

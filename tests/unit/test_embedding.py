@@ -401,7 +401,7 @@ def test_lost_trainer_ends_the_wait(staleness: int | None) -> None:
     waiter = threading.Thread(target=wait)
     waiter.start()
     server.mark_lost(1, "pid 7")
-    waiter.join(30)
+    waiter.join(60)
     assert [str(failure) for failure in failures] == [message]
     with pytest.raises(PeerLost, match=message):
         server.update(torch.tensor([1]), torch.ones(1, 2), 0)

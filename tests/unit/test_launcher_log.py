@@ -254,7 +254,7 @@ def test_the_state_of_a_process() -> None:
         assert get_state(child.pid) == "zombie"
     finally:
         child.kill()
-        child.wait(10)
+        child.wait(60)
     assert read_process_stat(child.pid) is None
 
 
