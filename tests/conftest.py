@@ -6,6 +6,7 @@ its own beside this one.
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import tempfile
@@ -17,6 +18,8 @@ from pathlib import Path
 import hypothesis
 import psutil
 import pytest
+
+from tests.seeds import fresh_seed
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -88,6 +91,12 @@ def no_process_left_by_session() -> Iterator[None]:
 def no_process_left_by_test(no_process_left_by_session: None) -> Iterator[None]:
     """Fail the test that leaves a process behind, and kill that process."""
     yield from _guard()
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Have a test draw the same numbers from `random` at every run; see tests/seeds.py."""
+    random.seed(fresh_seed())
 
 
 @pytest.fixture(scope="session")

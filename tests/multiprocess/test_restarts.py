@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.seeds import fresh_seed
+
 LIMIT = 100
 KILLS = 10
 # Rank 1 is killed in the group, then rank 0 before the group exists; the other rank only waits.
@@ -120,7 +122,7 @@ while not os.path.exists("end"):
 print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
 """
     process = start(script, options=f"--nproc-per-node 3 --max-restarts {KILLS}")
-    launcher, seen, chance = psutil.Process(process.pid), set[int](), random.SystemRandom()
+    launcher, seen, chance = psutil.Process(process.pid), set[int](), random.Random(fresh_seed())
     for _ in range(KILLS):
         end = time.monotonic() + LIMIT
         while not (fresh := [rank for rank in launcher.children() if rank.pid not in seen]):

@@ -20,6 +20,7 @@ from phalanx.rpc.agent import agent
 from tests.descriptors import list_descriptors
 from tests.ranks import RankServer
 from tests.rpc_training import LIMIT, wait_until_free, worker
+from tests.seeds import fresh_seed
 from tests.waiting import stopped, wait_for
 
 ROWS, WIDTH = 50, 5
@@ -90,7 +91,7 @@ def check_training() -> None:
     """Train two tables on two workers; compare with one process, bit for bit."""
     with worker() as rank:
         if rank == 0:
-            torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
+            torch.manual_seed(fresh_seed())
             check_optimizers()
             check_contexts()
             check_returned_graph()

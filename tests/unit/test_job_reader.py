@@ -20,6 +20,7 @@ from phalanx.observe.model import Job
 from phalanx.observe.recorder_reader import build_rank
 from phalanx.observe.wait_for_graph import WaitForGraph
 from tests.job_directories import JobFixture, write_recorder
+from tests.seeds import fresh_seed
 
 
 def test_a_complete_job(job: JobFixture) -> None:
@@ -147,9 +148,7 @@ def test_an_unusable_recorder(job: JobFixture, monkeypatch, kind: str, message: 
 
 def test_recorders_with_arbitrary_bytes(job: JobFixture) -> None:
     """A damaged recorder is read, or its problem is named."""
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
-    generator = random.Random(seed)
+    generator = random.Random(fresh_seed())
     whole = job.get_recorder_path(0).read_bytes()
     for _ in range(300):
         data = bytearray(whole)
