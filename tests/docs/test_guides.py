@@ -20,6 +20,8 @@ import pytest
 from tests.docs.fences import read_fences
 from tests.docs.sessions import check_session, run
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 CONTEXTS = Path(__file__).parent / "contexts"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -30,20 +32,12 @@ OTHER_PAGES = [
 ]
 # These use directives of Sphinx, which executes them.
 GENERATED = {"index.md"}
-SLOW = {
-    "ecosystem",
-    "from-one-machine-to-many",
-    "kubernetes",
-    "parameter-server",
-    "testing-against-failure",
-    "watch-and-trace",
-}
 
 
 def select(language: str) -> list[object]:
     """Return the pages that have blocks of this language to execute, as parameters of a test."""
     return [
-        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem in SLOW))
+        pytest.param(page, id=page.stem)
         for page in PAGES
         if any(
             fence.language == language and not fence.is_checked_elsewhere

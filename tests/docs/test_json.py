@@ -24,6 +24,8 @@ from phalanx.observe.model import Call, ReplacedProcess, Start, Worker
 from tests.docs.sessions import run
 from tests.synthetic_jobs import JobBuilder, build_straggling_job
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reference" / "json.md").read_text()
 CONTEXT = Path(__file__).parent / "contexts" / "json" / "train.py"

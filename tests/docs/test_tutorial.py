@@ -11,6 +11,8 @@ import pytest
 from tests.docs.fences import Fence, read_fences
 from tests.docs.sessions import check_session, mask, run
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
 PROGRAMS = ROOT / "examples" / "tutorial"
@@ -79,7 +81,6 @@ def test_a_killed_rank(directory: Path) -> None:
 
 @pytest.mark.parametrize("program", sorted(PROGRAMS.glob("*.py")), ids=lambda path: path.stem)
 @pytest.mark.parametrize(("ranks", "backend"), [(1, "phalanx"), (8, "phalanx"), (3, "gloo")])
-@pytest.mark.sampled(3)
 def test_program_on_other_ranks_and_backends(
     program: Path, ranks: int, backend: str, directory: Path
 ) -> None:

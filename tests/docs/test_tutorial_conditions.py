@@ -16,6 +16,8 @@ import pytest
 
 from tests.docs.sessions import run
 
+pytestmark = pytest.mark.slow
+
 PROGRAMS = Path(__file__).parents[2] / "examples" / "tutorial"
 NAMES = sorted(path.stem for path in PROGRAMS.glob("*.py"))
 ARGUMENTS = {"trainer": "runs/digits"}
@@ -59,7 +61,6 @@ def check(ended: subprocess.CompletedProcess[str], advice: str = "") -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sampled(2)
 def test_without_extras(name: str, directory: Path, tmp_path: Path) -> None:
     absent = tmp_path / "absent"
     absent.mkdir()
@@ -69,10 +70,7 @@ def test_without_extras(name: str, directory: Path, tmp_path: Path) -> None:
     check(run(start(name), directory, PYTHONPATH=str(absent)))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name != "trainer")) for name in NAMES],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_in_a_directory_that_cannot_be_written(name: str, directory: Path, tmp_path: Path) -> None:
     directory.chmod(0o555)
     command = start(name)
@@ -83,7 +81,6 @@ def test_in_a_directory_that_cannot_be_written(name: str, directory: Path, tmp_p
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sampled(2)
 def test_in_a_notebook(name: str, directory: Path) -> None:
     """Its main part is a function of a cell: `__main__` has no file, and pickle cannot find it."""
     source = (directory / f"{name}.py").read_text()

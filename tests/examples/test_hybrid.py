@@ -16,6 +16,8 @@ import pytest
 
 from tests.networks import Network
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT = 100.0
 PHALANX_RUN = [sys.executable, "-c", "from phalanx.cli import main; main()", "run"]
 
@@ -77,7 +79,6 @@ def kill_after(
     return found
 
 
-@pytest.mark.slow
 def test_death_repeats_at_most_one_epoch(
     script: str, undisturbed: dict[int, str], tmp_path: Path
 ) -> None:
@@ -102,7 +103,6 @@ def network() -> Iterator[Network]:
         yield made
 
 
-@pytest.mark.slow
 def test_two_hosts(script: str, undisturbed: dict[int, str], network: Network) -> None:
     """Trainers are on one host, and master and server on the other; rows are fetched by calls."""
     launchers = [

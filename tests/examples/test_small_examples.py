@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 BACKENDS = ("gloo", "phalanx")
 TIMEOUT = 60.0
 
@@ -30,7 +32,6 @@ def examples(repository: Path) -> Path:
     return repository / "examples"
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_send_recv(examples: Path, backend: str) -> None:
     assert output(examples / "send_recv.py", "--backend", backend) == [
@@ -38,7 +39,6 @@ def test_send_recv(examples: Path, backend: str) -> None:
     ]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("backend", "nproc"), [("gloo", 2), ("phalanx", 2), ("phalanx", 4)])
 def test_isend_irecv(examples: Path, backend: str, nproc: int) -> None:
     printed = output(
@@ -51,7 +51,6 @@ def test_isend_irecv(examples: Path, backend: str, nproc: int) -> None:
     ]
 
 
-@pytest.mark.slow
 def test_subgroup_all_reduce(examples: Path) -> None:
     assert output(examples / "subgroup_all_reduce.py", "--backend", "phalanx") == [
         "rank 0 in [0, 2]: 101",
@@ -61,7 +60,6 @@ def test_subgroup_all_reduce(examples: Path) -> None:
     ]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_collectives(examples: Path, backend: str) -> None:
     ranks = range(3)
@@ -83,7 +81,6 @@ def test_collectives(examples: Path, backend: str) -> None:
     )
 
 
-@pytest.mark.slow
 def test_fault_injection(examples: Path) -> None:
     """The output is the one in the documentation."""
     text = (examples.parent / "docs/testing-against-failure.md").read_text()
@@ -91,7 +88,6 @@ def test_fault_injection(examples: Path) -> None:
     assert output(examples / "fault_injection.py") == shown.splitlines()
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [("--nproc-per-node", "1"), ("--steps", "1")])
 def test_fault_injection_with_invalid_options(examples: Path, options: tuple[str, str]) -> None:
     result = run(examples / "fault_injection.py", *options)

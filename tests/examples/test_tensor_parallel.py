@@ -22,6 +22,8 @@ from torch import Tensor
 from tests.docs.fences import read_fences
 from tests.ranks import RankServer
 
+pytestmark = pytest.mark.slow
+
 SHAPE = {
     "model_type": "llama",
     "vocab_size": 96,
@@ -163,7 +165,6 @@ def dtensor_loaded(ranks: RankServer) -> None:
     ranks.preload("torch.distributed.tensor.parallel")
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_tokens_and_logits_equal_those_of_the_oracle(
     ranks: RankServer, examples: Path, tmp_path: Path, size: int
@@ -240,7 +241,6 @@ def test_every_number_of_ranks_prints_the_same_tokens(examples: Path, tmp_path: 
     assert re.fullmatch(speed + r", [\d.]+% of the time in collectives", split[2])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [("--backend", "gloo"), ("--mode", "prepared", "--dtype", "bfloat16"), ("--mode", "dtensor")],
@@ -262,7 +262,6 @@ def test_heads_that_the_ranks_do_not_divide(examples: Path, tmp_path: Path) -> N
     assert message in result.stderr
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -19,6 +19,8 @@ import pytest
 
 from phalanx.data import load_digits
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT = 100.0
 PHALANX_RUN = [sys.executable, "-c", "from phalanx.cli import main; main()", "run"]
 
@@ -73,7 +75,6 @@ def ranks(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_interrupted_gpt_equals_uninterrupted(
     repository: Path, tmp_path: Path, shared_data: Path | None

@@ -16,6 +16,8 @@ import pytest
 from tests import mpi, ssh_hosts
 from tests.networks import Network
 
+pytestmark = pytest.mark.slow
+
 MISSING = [program for program in ("ip", "tc", "unshare") if shutil.which(program) is None]
 REASON = f"needs root, iproute2 and util-linux (missing: {MISSING}, user {os.geteuid()})"
 LIMIT = 100
@@ -65,7 +67,6 @@ def check(found: dict[str, Any], names: list[str]) -> None:
     assert {each["level"] for each in found["findings"] if each["name"] == "outlier"} == {"note"}
 
 
-@pytest.mark.slow
 def test_the_ranks_of_a_job(network: Network, tmp_path: Path) -> None:
     """Three hosts with two ranks each, started like a job."""
     processes, outputs = [], [tmp_path / f"output-{host}" for host in range(3)]
@@ -100,7 +101,6 @@ def test_the_ranks_of_a_job(network: Network, tmp_path: Path) -> None:
     assert "not fit: " in text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("library", mpi.LIBRARIES)
 def test_ranks_of_mpirun(library: str, tmp_path: Path) -> None:
     """MPI sets their ranks, and the store of rank 0 outlives the answers of the others."""
@@ -113,7 +113,6 @@ def test_ranks_of_mpirun(library: str, tmp_path: Path) -> None:
     assert all(link["bandwidth"] > 0 for link in network["links"])
 
 
-@pytest.mark.slow
 def test_peers_over_ssh(tmp_path: Path) -> None:
     """Two reachable peers, and three that ssh can't log in to, each for another reason."""
     if MISSING or ssh_hosts.MISSING or os.geteuid() != 0:
@@ -166,7 +165,6 @@ else:
 """
 
 
-@pytest.mark.slow
 def test_a_network_that_drops_large_packets() -> None:
     """As in a tunnel with a smaller MTU than that of the interfaces, without notification."""
     if MISSING or os.geteuid() != 0:

@@ -19,6 +19,8 @@ from phalanx.hierarchical.messages import MessageMatcher
 from tests.ranks import RankServer, marker_file, wait_for_file
 from tests.waiting import once_blocked
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 20.0
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PHALANX = str(Path(sys.executable).with_name("phalanx"))
 LIMIT = 90
 
@@ -41,7 +43,6 @@ EXPECTED = {
 }
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scenario", EXPECTED)
 def test_the_root_cause_is_named(tmp_path: Path, scenario: str) -> None:
     script = tmp_path / "script.py"

@@ -15,6 +15,8 @@ import pytest
 
 from tests.networks import Network
 
+pytestmark = pytest.mark.slow
+
 MISSING = [program for program in ("ip", "unshare") if shutil.which(program) is None]
 LIMIT = 100
 PHALANX = str(Path(sys.executable).with_name("phalanx"))
@@ -94,7 +96,6 @@ def test_success(start: Start) -> None:
     ] * 2
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("host", (0, 1))
 def test_a_failed_rank_ends_all_hosts(start: Start, host: int) -> None:
     """Even if no rank waits for another one."""
@@ -111,7 +112,6 @@ def test_a_failed_rank_ends_all_hosts(start: Start, host: int) -> None:
     ), other
 
 
-@pytest.mark.slow
 def test_ctrl_c_on_one_host_ends_all_hosts(start: Start) -> None:
     processes = [start(host, 29604) for host in (0, 1)]
     for process in processes:
@@ -138,7 +138,6 @@ def test_a_killed_launcher(start: Start) -> None:
     assert lines[0] == "phalanx run: lost the launcher of host 0, or the connection to it", err
 
 
-@pytest.mark.slow
 def test_hosts_with_different_nnodes(start: Start) -> None:
     processes = [start(0, 29606), start(1, 29606, options=("--nnodes", "3"))]
     for process in processes:
@@ -148,7 +147,6 @@ def test_hosts_with_different_nnodes(start: Start) -> None:
         assert "pass the same value on all hosts" in err
 
 
-@pytest.mark.slow
 def test_absent_hosts(start: Start) -> None:
     """Both sides give up within the given time."""
     options = ("--rdzv-conf", "timeout=3")
@@ -166,7 +164,6 @@ def test_absent_hosts(start: Start) -> None:
     assert err.splitlines()[-1].startswith("phalanx: error: ")
 
 
-@pytest.mark.slow
 def test_ctrl_c_while_waiting(start: Start) -> None:
     process = start(0, 29609)
     assert process.stderr is not None

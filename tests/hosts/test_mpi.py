@@ -28,6 +28,8 @@ from tests.seeds import fresh_seed
 from tests.soak.plan import Plan
 from tests.soak.rank import soak
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 20.0
 
 
@@ -109,7 +111,6 @@ def withdrawn_offer(seed: int) -> None:
     transport.close()
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "function", [multiple_requests, wrong_size, leave_of_unknown_peer, withdrawn_offer]
 )
@@ -117,7 +118,6 @@ def test_transport(under_mpirun: MpiRanks, function: object) -> None:
     under_mpirun.run(2, function, fresh_seed())  # type: ignore[arg-type]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("hosts", ("aabb", "abac"))
 def test_random_operations(under_mpirun: MpiRanks, hosts: str) -> None:
     """All kinds, dtypes and sizes, in overlapping groups, with messages beside them."""
@@ -219,7 +219,6 @@ def test_killed_rank_reported_by_mpirun(tmp_path: Path) -> None:
     assert re.search(rf"rank 3 with PID {pid} on node \S+ exited on\s+signal 9", output), output
 
 
-@pytest.mark.slow
 def test_killed_rank_hidden_from_mpirun(tmp_path: Path) -> None:
     """The others name it and end, even those that could wait for it without end."""
     output, pid = run_killed("mpich", tmp_path, *HIDDEN_SIGNAL)
@@ -266,7 +265,6 @@ if sys.argv[1] == "mpich":
 """
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("library", mpi.LIBRARIES)
 def test_rendezvous(library: str, tmp_path: Path) -> None:
     """A script for PyTorch's own MPI backend; `mpi://`; `phalanx.init`."""
@@ -311,7 +309,6 @@ def network() -> Iterator[Network]:
         yield network
 
 
-@pytest.mark.slow
 def test_training_on_two_hosts(network: Network, repository: Path, tmp_path: Path) -> None:
     """Two real hosts of two ranks, started by one mpirun, compute the losses of one rank."""
     ssh = tmp_path / "ssh"
@@ -371,7 +368,6 @@ MPI_URL = "import torch.distributed as d; d.init_process_group('phalanx', init_m
 START_MPI = "from phalanx.transports.mpi import get_progress_thread; get_progress_thread(10)"
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("script", "environment", "message"),
     [

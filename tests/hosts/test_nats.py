@@ -15,6 +15,8 @@ import pytest
 from phalanx import key
 from tests.nats import NatNetwork
 
+pytestmark = pytest.mark.slow
+
 PORT = 29540
 LIMIT = 200
 PHALANX = str(Path(sys.executable).with_name("phalanx"))
@@ -90,7 +92,6 @@ def reachable_ports(nats: NatNetwork, *ports: int) -> list[bool]:
     return [line == "reached" for line in text.splitlines()]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(LIMIT + 40)
 def test_the_conformance_suite(nats: NatNetwork, tmp_path: Path) -> None:
     assert reachable_ports(nats, PORT, PORT + 1) == [True, False]
@@ -101,7 +102,6 @@ def test_the_conformance_suite(nats: NatNetwork, tmp_path: Path) -> None:
     assert text.count("all_pairs 4 passed") == 4, text
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(2 * LIMIT)
 def test_the_example_trains(nats: NatNetwork, repository: Path, tmp_path: Path) -> None:
     """The losses equal those of one host."""

@@ -16,6 +16,8 @@ import pytest
 
 from tests.networks import Network
 
+pytestmark = pytest.mark.slow
+
 MISSING = [program for program in ("ip", "tc", "unshare") if shutil.which(program) is None]
 REASON = f"needs root, iproute2 and util-linux (missing: {MISSING}, user {os.geteuid()})"
 LIMIT = 100
@@ -124,7 +126,6 @@ def test_two_hosts(network: Network, script: Path) -> None:
             assert set(launcher.split()) == {"127.0.0.1"} | rendezvous_address
 
 
-@pytest.mark.slow
 def test_a_killed_host(network: Network, script: Path) -> None:
     job = Job(network, script, "dies", 29512)
     job.wait_for("ready", 4)
@@ -163,7 +164,6 @@ def test_the_others_shrink_when_a_host_is_killed() -> None:
     assert ended.stdout.startswith("4 survivors: "), ended.stdout
 
 
-@pytest.mark.slow
 def test_a_link_that_is_too_slow(script: Path) -> None:
     """Data arrives too slowly; at the deadline, all ranks name the ranks that they wait for."""
     if MISSING or os.geteuid() != 0:

@@ -36,6 +36,8 @@ from tests.fault.test_shrink import fail_until_lost
 from tests.ports import find_free_port
 from tests.ranks import RankServer, connect_ranks, marker_file, wait_for_file
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 30.0
 KEY = b"k" * key.SIZE
 CHANNEL = b"c" * 16

@@ -18,6 +18,8 @@ import pytest
 from tests.networks import Network
 from tests.ssh_hosts import MISSING, SshHosts
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 100
 PHALANX = str(Path(sys.executable).with_name("phalanx"))
 BARE_PYTHON = getattr(sys, "_base_executable", sys.executable)
@@ -140,7 +142,6 @@ with phalanx.init() as session:
     assert len(out.splitlines()) == 4 * 302
 
 
-@pytest.mark.slow
 def test_a_killed_rank(shell: Shell) -> None:
     """The report is that of the rank's host, the exit code that rank's, and the others end."""
     name = shell.script(
@@ -211,7 +212,6 @@ def kill_a_remote_launcher(shell: Shell, process: subprocess.Popen[str]) -> tupl
     return 1, LOST
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "end", (interrupt, break_connection, kill_the_local_launcher, kill_a_remote_launcher)
 )
@@ -226,7 +226,6 @@ def test_no_process_is_left(
     shell.check_no_process_left()
 
 
-@pytest.mark.slow
 def test_a_closed_output(shell: Shell) -> None:
     """As in `phalanx run ... | head`; a launcher would not end because of SIGPIPE."""
     name = shell.script("while True:\n    print('more', flush=True)\n    time.sleep(0.05)\n")
@@ -250,7 +249,6 @@ UNUSABLE_HOSTS = {
 }
 
 
-@pytest.mark.slow
 def test_unusable_hosts(shell: Shell) -> None:
     """One line for each, within the time limit of ssh; all at once, because each waits."""
     name = shell.script("print('never')\n")
@@ -290,7 +288,6 @@ def make_python_with_version(shell: Shell, package: str) -> str:
     return str(python)
 
 
-@pytest.mark.slow
 def test_different_versions(shell: Shell) -> None:
     """One host pretends to have another version, because only one is installed here."""
     name = shell.script("print('never')\n")
@@ -307,7 +304,6 @@ def test_different_versions(shell: Shell) -> None:
         assert "install the same version everywhere" in err
 
 
-@pytest.mark.slow
 def test_a_missing_directory_or_script(shell: Shell) -> None:
     """The host without the directory or script is named, and the other one does not wait."""
     name = shell.script("print('never')\n")

@@ -11,6 +11,8 @@ import torch
 
 from phalanx.testing import selfcheck
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 100
 
 
@@ -25,7 +27,6 @@ def phalanx(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_selfcheck_prints_every_operation_and_a_summary(ranks: int) -> None:
     result = phalanx("test", "--nproc-per-node", str(ranks), "--seed", "7")

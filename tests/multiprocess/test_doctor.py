@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 100
 PHALANX = str(Path(sys.executable).with_name("phalanx"))
 CAN_UNSHARE = shutil.which("unshare") is not None and os.geteuid() == 0
@@ -73,7 +75,6 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
     assert not [line for line in lines if line != line.rstrip()]
 
 
-@pytest.mark.slow
 def test_limits_of_the_process() -> None:
     found = find(before=shell("ulimit -n 200"))
     assert found["open_files"]["level"] == "note"
@@ -83,7 +84,6 @@ def test_limits_of_the_process() -> None:
     assert found["address_space"]["values"]["limit"] == 40000000 * 1024
 
 
-@pytest.mark.slow
 def test_files_too_small_for_a_segment() -> None:
     found = find(1, before=shell("ulimit -f 1000"))
     assert found["segment"]["level"] == "problem"
@@ -91,7 +91,6 @@ def test_files_too_small_for_a_segment() -> None:
     assert "ulimit -f" in found["segment"]["advice"]
 
 
-@pytest.mark.slow
 def test_one_core() -> None:
     core = min(os.sched_getaffinity(0))
     found = find(before=("taskset", "--cpu-list", str(core)))
@@ -99,7 +98,6 @@ def test_one_core() -> None:
     assert found["cores"]["level"] == "note"
 
 
-@pytest.mark.slow
 def test_a_machine_without_a_network() -> None:
     require_namespaces()
     found = find(before=("unshare", "--net"))
@@ -108,7 +106,6 @@ def test_a_machine_without_a_network() -> None:
     assert found["address"]["message"] == "there is no route to other hosts"
 
 
-@pytest.mark.slow
 def test_proc_of_another_pid_namespace() -> None:
     """As in a container with the /proc of its host, where pids denote other processes."""
     require_namespaces()
@@ -131,7 +128,6 @@ esac
 """
 
 
-@pytest.mark.slow
 def test_peers_that_ssh_does_not_reach(tmp_path: Path) -> None:
     """Each is reported with its own reason. A script replaces ssh."""
     ssh = tmp_path / "ssh"
@@ -154,7 +150,6 @@ def test_peers_that_ssh_does_not_reach(tmp_path: Path) -> None:
         assert text in completed.stdout, completed.stdout
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("arguments", "environment", "text"),
     [
@@ -173,7 +168,6 @@ def test_wrong_usage(arguments: tuple[str, ...], environment: dict[str, str], te
     assert "Traceback" not in completed.stderr
 
 
-@pytest.mark.slow
 def test_the_ranks_of_a_job_on_simulated_hosts(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     options = ["--nproc-per-node", "3", "--simulate-hosts", "2"]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import os
 import psutil, torch, torch.distributed as dist
@@ -42,7 +44,6 @@ def test_elastic_rendezvous(start: Start, port: int) -> None:
         assert "sum 2.0 127.0.0.1 127.0.0.1\n" in out
 
 
-@pytest.mark.slow
 def test_hosts_with_different_nnodes(start: Start, port: int) -> None:
     """Both launchers report the mismatch and end."""
     endpoint = ["--master-addr", "127.0.0.1", "--master-port", str(port)]

@@ -17,6 +17,8 @@ import pytest
 
 from tests.seeds import fresh_seed
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 100
 KILLS = 10
 # Rank 1 is killed in the group, then rank 0 before the group exists; the other rank only waits.
@@ -79,7 +81,6 @@ def rendezvous_options(backend_name: str, port: int, host: int, restarts: int) -
     return f"{endpoint} --node-rank {host}"
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("backend_name", "backend"), [("static", "phalanx"), ("c10d", "gloo")])
 def test_ranks_of_all_hosts_restart(
     start: Start, port: int, backend_name: str, backend: str
@@ -99,7 +100,6 @@ def test_ranks_of_all_hosts_restart(
         assert err.count("was killed by SIGKILL") == 2, err
 
 
-@pytest.mark.slow
 def test_exhausted_restarts(start: Start, port: int) -> None:
     """All hosts have the same count, even if the ranks of one only waited."""
     launchers = [
@@ -112,7 +112,6 @@ def test_exhausted_restarts(start: Start, port: int) -> None:
         assert err.count("  restarting all ranks") == 1, err
 
 
-@pytest.mark.slow
 def test_ranks_killed_at_random_times(start: Start, tmp_path: Path) -> None:
     """Even before a rank has executed the script, and while others are being started."""
     script = """
@@ -150,7 +149,6 @@ def wait_for_attempt(process: subprocess.Popen[str], size: int) -> int:
     return pytest.fail(f"{size} ranks did not start: {process.communicate()}")
 
 
-@pytest.mark.slow
 def test_hosts_that_leave_and_join(start: Start, port: int, tmp_path: Path) -> None:
     """One host is killed and the other continues; a third joins, and leaves on SIGTERM."""
     (tmp_path / "progress").write_text("0")
@@ -200,7 +198,6 @@ def test_hosts_that_leave_and_join(start: Start, port: int, tmp_path: Path) -> N
     assert stopped.endswith(": stopped by SIGTERM")
 
 
-@pytest.mark.slow
 def test_a_host_killed_during_the_rendezvous(
     start: Start, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,7 +226,6 @@ def test_a_host_killed_during_the_rendezvous(
         ), err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend_name", ["static", "c10d"])
 def test_ctrl_c_ends_all_hosts_despite_remaining_restarts(
     start: Start, port: int, backend_name: str

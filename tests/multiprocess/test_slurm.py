@@ -24,6 +24,8 @@ from phalanx.launcher.store import join_store
 from phalanx.system.polling import wait_until
 from tests.ports import find_free_port
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import sys
 import torch, torch.distributed as dist
@@ -243,7 +245,6 @@ def test_a_step_of_one_task_needs_no_network(tmp_path: Path) -> None:
     assert (code, out) == (0, "0 1\n"), err
 
 
-@pytest.mark.slow
 def test_processes_outside_a_step(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

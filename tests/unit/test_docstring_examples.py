@@ -27,6 +27,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import phalanx
 from phalanx.testing import FaultRunner
 
+pytestmark = pytest.mark.slow
+
 SOURCE = Path(phalanx.__file__).parent
 PUBLIC = (
     "phalanx",
