@@ -65,8 +65,8 @@ def takes_the_place(size: int, victims: list[int], is_early: bool) -> None:
     else:
         form(number(), size)
         group = dist.group.WORLD
-        check_group()
         dist.new_group(backend="phalanx")  # newcomers learn that there were more groups
+        connect_ranks()
         if number() in victims:
             marker_file(f"dying{number()}").touch()
             die()
@@ -101,7 +101,7 @@ def continues_with_fewer() -> None:
         join(1, size)
     else:
         form(number(), size)
-        check_group()
+        connect_ranks()
         if number() == 1:
             die()
         fail_until_lost()
@@ -159,7 +159,7 @@ def loses_a_newcomer() -> None:
         join(1, size)
     else:
         form(number(), size)
-        check_group()
+        connect_ranks()
         if number() == 1:
             die()
         fail_until_lost()
@@ -223,7 +223,7 @@ def refuses_a_version(victim: int) -> None:
         join(victim, size)
     else:
         form(number(), size)
-        check_group()
+        connect_ranks()
         if number() == victim:
             die()
         fail_until_lost()
