@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -25,6 +26,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RECORDS = Path("build/gate")
 """The directory of the records: `result.json`, and what pytest and ctest leave."""
+
+PASSED = Path("native/passed.json")
+"""The digests of the sources with which sections passed last. It is committed with the sources."""
 
 MAX_UNSTABLE = 3
 """The number of unstable tests that a run may have and pass."""
@@ -43,6 +47,8 @@ class Result:
     failed: list[str] = field(default_factory=list)
     unstable: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    is_known: bool = False
+    """True if it was not run, as it has passed with the same sources."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +58,13 @@ class Section:
     Args:
         name: The name in the table.
         target: The arguments of make.
+        sources: The files and directories that alone decide whether it passes. Then it is run only
+            if they differ from those with which it passed last, as `PASSED` says.
     """
 
     name: str
     target: Sequence[str]
+    sources: Sequence[str] = ()
 
     def run(self, seconds: float | None) -> Result:
         """Run the section; interrupt it after `seconds`."""
@@ -131,6 +140,8 @@ def _python_tests(name: str, markers: str) -> list[Section]:
     ]
 
 
+NATIVE = ("native", "CMakeLists.txt", ".clang-tidy", "Makefile")
+
 LAYERS: dict[str, list[Section]] = {
     "test": [
         Section("lint", ("lint",)),
@@ -138,13 +149,25 @@ LAYERS: dict[str, list[Section]] = {
         *_python_tests("tests", "not slow and not long"),
     ],
     "test-long": [
-        Section("tidy", ("--jobs", str(os.cpu_count()), "--output-sync=target", "tidy")),
-        NativeTests("native-asan", ("native-asan",)),
-        NativeTests("native-tsan", ("native-tsan",)),
+        Section("tidy", ("--jobs", str(os.cpu_count()), "--output-sync=target", "tidy"), NATIVE),
+        NativeTests("native-asan", ("native-asan",), NATIVE),
+        NativeTests("native-tsan", ("native-tsan",), NATIVE),
         *_python_tests("slow-tests", "slow and not long"),
         Section("docs", ("docs",)),
     ],
 }
+
+
+def compute_digest(sources: Sequence[str]) -> str:
+    """Return a digest of the names and contents of files, and of all files in directories."""
+    digest = hashlib.sha256()
+    for source in sources:
+        root = Path(source)
+        for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
+            if path.is_file() and path != PASSED and "__pycache__" not in path.parts:
+                data = path.read_bytes()
+                digest.update(f"{path.as_posix()} {len(data)}\n".encode() + data)
+    return digest.hexdigest()
 
 
 def run_make(arguments: Sequence[str], seconds: float | None) -> int:
@@ -199,10 +222,19 @@ def run(
 
     RECORDS.mkdir(parents=True, exist_ok=True)
     results: list[Result] = []
+    passed = json.loads(PASSED.read_text()) if PASSED.exists() else {}
     for section in sections:
         began = time.monotonic()
+        digest = compute_digest(section.sources)
+        if section.sources and passed.get(section.name) == digest:
+            say(f"\n== {section.name}: passed with the same {', '.join(section.sources)}")
+            results.append(Result(section.name, passed=1, is_known=True))
+            continue
         results.append(section.run(left()))
         results[-1].seconds = time.monotonic() - began
+        if section.sources and not results[-1].failed:
+            passed[section.name] = digest
+            PASSED.write_text(json.dumps(passed, indent=1, sort_keys=True) + "\n")
     for section, result in zip(sections, results, strict=True):
         if not isinstance(section, PythonTests | NativeTests) or section.name in result.failed:
             continue
@@ -226,7 +258,8 @@ def _report(results: Sequence[Result], seconds: float, say: Callable[[str], None
     say(f"\n{'section':{width}}  passed  failed  unstable    time")
     for result in results:
         counts = f"{result.passed:6}  {len(result.failed):6}  {len(result.unstable):8}"
-        say(f"{result.section:{width}}  {counts}  {_minutes(result.seconds):>6}")
+        time_taken = "known" if result.is_known else _minutes(result.seconds)
+        say(f"{result.section:{width}}  {counts}  {time_taken:>6}")
     say("")
     for name in unstable:
         say(f"unstable: {name}")

@@ -145,6 +145,27 @@ def test_a_section_that_hangs_ends_at_the_limit(project: Path) -> None:
     assert any(line.split()[:2] == ["hangs", "0"] for line in lines)
 
 
+def test_a_section_is_run_once_for_the_same_sources(project: Path) -> None:
+    (project / "native").mkdir()
+    source = project / "native/source"
+    section = gate.Section("good", ("good",), ("native",))
+    for content in ("one", "two"):
+        source.write_text(content)
+        assert run(section)[0] == 0
+        (project / "good-ran").unlink()
+        code, lines = run(section)
+        assert code == 0
+        assert not (project / "good-ran").exists()
+        assert "\n== good: passed with the same native" in lines
+        assert any(line.split()[-1:] == ["known"] for line in lines)
+
+
+def test_a_section_that_fails_is_not_known(project: Path) -> None:
+    (project / "native").mkdir()
+    section = gate.Section("bad", ("bad",), ("native",))
+    assert [run(section)[0] for _ in range(2)] == [1, 1]
+
+
 def test_every_layer_names_targets_of_the_makefile(repository: Path) -> None:
     makefile = (repository / "Makefile").read_text()
     for layer, sections in gate.LAYERS.items():
