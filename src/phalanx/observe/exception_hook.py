@@ -97,6 +97,11 @@ def _format_line(error: BaseException) -> str:
     return text.partition("\n")[0]
 
 
+def is_interactive() -> bool:
+    """Return whether this process outlives its uncaught exceptions."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
+
+
 def install() -> None:
     """Announce every uncaught exception from now on; a second call does nothing.
 
@@ -109,7 +114,7 @@ def install() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not (hasattr(sys, "ps1") or sys.flags.interactive):
+        if not is_interactive():
             announce(error)
         before(kind, error, trace)
 

@@ -201,12 +201,15 @@ def _have_all_ended_well(job: JobDirectory, world_size: int) -> bool:
 
 
 def _find_fatal_error() -> BaseException | None:
-    """Return the exception that ends this process, if the interpreter does not call its hook.
+    """Return the exception that ends this process, if its hook has not announced it.
 
     multiprocessing runs its cleanup while the exception propagates, and so does
-    torch.multiprocessing, which converts the exception to `sys.exit(1)`.
+    torch.multiprocessing, which converts the exception to `sys.exit(1)`. The hook itself can be
+    interrupted before its first line, by a signal handler that raises, as DataLoader's of SIGCHLD.
     """
     error = sys.exc_info()[1]
+    if error is None and not exception_hook.is_interactive():
+        error = getattr(sys, "last_value", None)  # the interpreter has printed it
     if isinstance(error, SystemExit):
         return None if error.code in (None, 0) else error.__context__ or error
     return error
