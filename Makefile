@@ -32,6 +32,8 @@ VENV := .venv$(if $(filter $(DEFAULT_TORCH),$(TORCH)),,-$(TORCH))
 BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Each of the thousands of processes of the tests would compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
 
 CORE := CMakeLists.txt $(shell find native/CMakeLists.txt native/include native/src native/bindings)
 HEADERS := $(shell find native -name '*.h' -o -name '*.inc')
