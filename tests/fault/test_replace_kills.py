@@ -16,10 +16,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 import phalanx
 from phalanx.errors import PhalanxError
 from phalanx.system.polling import wait_until
-from tests.conformance import cases
 from tests.fault.test_replace import check_all, form, join, number
 from tests.fault.test_shrink import die, fail_until_lost
 from tests.ranks import RankServer, connect_ranks, marker_file
+from tests.seeds import fresh_seed
 
 CALLS = ("set", "get", "add", "check", "compare_set", "multi_set", "multi_get", "delete_key")
 SIZE = 3
@@ -113,7 +113,7 @@ HOSTS = pytest.mark.parametrize("hosts", ("", "aab"))
 @HOSTS
 @pytest.mark.parametrize("role", ROLES)
 def test_kills_at_random_steps(ranks: RankServer, role: str, hosts: str) -> None:
-    source, steps, kills = random.Random(cases.fresh_seed()), STEPS, 0
+    source, steps, kills = random.Random(fresh_seed()), STEPS, 0
     while kills < 4:
         step = source.randrange(steps)
         if kill_at_step(ranks, role, step, hosts):

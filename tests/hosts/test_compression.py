@@ -24,6 +24,7 @@ from phalanx.hierarchical import encoding as encodings
 from phalanx.parallel import average_gradients
 from tests.conformance import cases
 from tests.ranks import RankServer, connect_ranks
+from tests.seeds import fresh_seed
 
 ENCODINGS = ("bfloat16", "int8", "int4")
 LEVELS = {"bfloat16": 256, "int8": 127, "int4": 7}
@@ -76,7 +77,7 @@ def reduces(seed: int, encoding: str) -> list[str]:
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_results(ranks: RankServer, encoding: str, hosts: str) -> None:
     """They are close to the exact ones, and the same on all ranks, bit for bit."""
-    seed = cases.fresh_seed()
+    seed = fresh_seed()
     digests = ranks.run(len(hosts), reduces, seed, encoding, timeout=60, hosts=hosts)
     assert len({tuple(each) for each in digests}) == 1
 
@@ -104,7 +105,7 @@ def is_exact(seed: int) -> None:
 
 @pytest.mark.parametrize("hosts", ("aabb", "aab"))
 def test_what_is_not_compressed(ranks: RankServer, hosts: str) -> None:
-    ranks.run(len(hosts), is_exact, cases.fresh_seed(), hosts=hosts)
+    ranks.run(len(hosts), is_exact, fresh_seed(), hosts=hosts)
 
 
 def is_exact_on_one_host(seed: int) -> None:
@@ -115,7 +116,7 @@ def is_exact_on_one_host(seed: int) -> None:
 
 
 def test_one_host(ranks: RankServer) -> None:
-    ranks.run(3, is_exact_on_one_host, cases.fresh_seed(), hosts="aaa")
+    ranks.run(3, is_exact_on_one_host, fresh_seed(), hosts="aaa")
 
 
 def feeds_errors_back(seed: int, encoding: str) -> None:
@@ -147,7 +148,7 @@ def feeds_errors_back(seed: int, encoding: str) -> None:
 @pytest.mark.parametrize("hosts", ("ab", "aabb", "aab"))
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_errors_are_fed_back(ranks: RankServer, encoding: str, hosts: str) -> None:
-    seed = cases.fresh_seed()
+    seed = fresh_seed()
     ranks.run(len(hosts), feeds_errors_back, seed, encoding, timeout=60, hosts=hosts)
 
 
@@ -169,7 +170,7 @@ def keeps_blocks_apart(seed: int, encoding: str) -> None:
 @pytest.mark.parametrize("encoding", ("int8", "int4"))
 @pytest.mark.parametrize("hosts", LAYOUTS)
 def test_blocks_of_large_values(ranks: RankServer, hosts: str, encoding: str) -> None:
-    ranks.run(len(hosts), keeps_blocks_apart, cases.fresh_seed(), encoding, hosts=hosts)
+    ranks.run(len(hosts), keeps_blocks_apart, fresh_seed(), encoding, hosts=hosts)
 
 
 def averages_gradients(encoding: str) -> None:

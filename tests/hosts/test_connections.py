@@ -17,9 +17,9 @@ from phalanx import key
 from phalanx.backend.options import MAX_CONNECTIONS
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.hierarchical.execution import CHUNKS_IN_FLIGHT
-from tests.conformance import cases
 from tests.fault.test_shrink import fail_until_lost
 from tests.ranks import RankServer, connect_ranks
+from tests.seeds import fresh_seed
 
 KEY = bytes(range(32))
 
@@ -73,7 +73,7 @@ def compare(transport: str, seed: int) -> int:
 @pytest.mark.parametrize("hosts", ("ab", "aabb", "aab"))
 def test_results(ranks: RankServer, transport: str, hosts: str) -> None:
     """Each rank has more connections; with the relay, two more to it."""
-    seed = cases.fresh_seed()
+    seed = fresh_seed()
     more = ranks.run(len(hosts), compare, transport, seed, timeout=None, hosts=hosts)
     assert more[-1] >= 2
 
