@@ -181,12 +181,16 @@ def run_in_group(timeout: float, function: Callable[..., object], *arguments: ob
         timeout=timedelta(seconds=FORMATION),
     )
     meet("formed")
-    group: Any = dist.group.WORLD
-    group.set_timeout(timedelta(seconds=timeout))
+    _set_timeout(dist.group.WORLD, timeout)
     value = function(*arguments)
     if dist.is_initialized():
         dist.destroy_process_group()
     return value
+
+
+def _set_timeout(group: Any, seconds: float) -> None:
+    # In a frame of its own: a variable of `run_in_group` would keep the group alive.
+    group.set_timeout(timedelta(seconds=seconds))
 
 
 def marker_file(name: str) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 __all__ = ["once_blocked", "stop", "stopped", "wait_for"]
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 90.0) -> None:
     """Wait until a condition holds; fail the test after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
