@@ -18,7 +18,7 @@ ARGS ?=
 # Which simulated host each rank is on, a letter for each, over and over.
 HOSTS ?= aab
 # Seconds that a run of pytest may take.
-PYTEST_LIMIT ?= 2400
+PYTEST_LIMIT ?= 3600
 
 # The newest version that has a CPU wheel. Another one gets an environment of its own:
 # `make test TORCH=2.14.1` (its wheel brings CUDA, which takes 6 GB).
@@ -44,12 +44,13 @@ section = @printf '\n== %s\n' "$(1)"
 submake = @$(MAKE) --no-print-directory
 
 .PHONY: help setup setup-dev train test stability lint format native-test native-plain native-asan \
-	native-tsan kills model mutants pytest pytest-together pytest-apart test-long test-all explore hosts conformance conformance-libraries conformance-rpc ecosystem \
-	pythons soak fuzz rpc-examples faults bench wheels wheels-core docs casts tidy clean distclean
+	native-tsan kills model mutants pytest test-long test-all explore hosts trees conformance \
+	conformance-libraries conformance-rpc ecosystem pythons soak fuzz rpc-examples faults bench wheels \
+	wheels-core docs casts tidy clean distclean
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3.12] [TORCH=2.14.1]"
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS=$$'\t' read -r name text; do \
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r name text; do \
 	  printf '  %-22s %s\n' "$$name" "$$text"; done
 
 # ---- set-up ----
@@ -140,97 +141,23 @@ format: setup-dev ## rewrite the sources in the project's format
 	@ruff format
 	@clang-format -i $(SOURCES) $(HEADERS)
 
-# One stamp per source that clang-tidy found clean; any changed header makes it look at all again.
-TIDY_DIR := build/clang-tidy
-TIDY := $(SOURCES:%=$(TIDY_DIR)/%.ok)
-
-tidy: $(TIDY) ## clang-tidy
-
-$(TIDY_DIR)/%.ok: % $(HEADERS) $(CMAKE_LISTS) .clang-tidy native/tests/.clang-tidy | $(TIDY_DIR)/compile_commands.json
-	@echo $<
-	@clang-tidy --quiet -p $(TIDY_DIR) $< 2> >(grep -v 'warnings\? generated' >&2 || true)
-	@mkdir -p $(@D) && touch $@
-
-# Configured, never built: the compiler's options for every source, bindings and tests included.
-# (A directory changes when a file comes or goes.)
-$(TIDY_DIR)/compile_commands.json: $(VENV)/.build-tools $(CMAKE_LISTS) $(shell find native -type d)
-	@cmake -S . -B $(TIDY_DIR) -G Ninja --log-level=WARNING -DCMAKE_EXPORT_COMPILE_COMMANDS=ON \
-	  -DPHALANX_TESTS=ON -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
-	  -Dnanobind_DIR="$$(python -m nanobind --cmake_dir)" >/dev/null
-	@touch $@
-
 # ---- tests ----
 
-native-test: ## the core's tests: plain, under ASan with UBSan, and under TSan
-	$(submake) native-plain
-	$(submake) native-asan
-	$(submake) native-tsan
+include native/native.mk
 
-native-plain: SANITIZE :=
-native-asan: SANITIZE := address,undefined
-native-tsan: SANITIZE := thread
-
-# A finding of a sanitizer ends the test, by default UBSan only prints it.
-export ASAN_OPTIONS := detect_stack_use_after_return=1:strict_string_checks=1
-export UBSAN_OPTIONS := halt_on_error=1:print_stacktrace=1
-export TSAN_OPTIONS := halt_on_error=1:second_deadlock_stack=1
-# TSan can't start under the address randomisation of newer kernels ("unexpected memory mapping"),
-# and some containers forbid to switch that off: so it is tried.
-native-tsan: WRAP = $$(setarch -R true 2>/dev/null && echo setarch -R || true)
-
-native-plain native-asan native-tsan: $(VENV)/.build-tools ## one of the three (ARGS="-R wait" chooses)
-	$(call section,Native tests$(if $(SANITIZE), under -fsanitize=$(SANITIZE)))
-	@cmake -S . -B build/$@ -G Ninja --log-level=WARNING -DCMAKE_COMPILE_WARNING_AS_ERROR=ON \
-	  -DPHALANX_PYTHON=OFF -DPHALANX_TESTS=ON -DPHALANX_SANITIZE=$(SANITIZE) >/dev/null
-	@cmake --build build/$@ --parallel $(JOBS) --target $(or $(TARGETS),all) -- --quiet
-	@$(WRAP) ctest --test-dir build/$@/native --no-tests=error --output-on-failure $(OPTIONS) $(ARGS)
-
-# A part of it is a test of native-plain.
-kills: ARGS := --all --random 100000
-kills: $(VENV)/.build-tools ## kill ranks at every step of every operation, in every order of ranks
-	$(submake) native-plain ARGS="-R test_steps"
-	$(call section,Killing ranks at every step)
-	@build/native-plain/native/tests/test_rank_deaths $(ARGS)
-
-model: ## check the models of the protocol with Spin (ARGS=--long for all of it)
-	$(call section,Models of the protocol)
-	@$(PYTHON) native/model/check.py $(ARGS)
-
-mutants: $(VENV)/.build-tools ## make one mistake at a time in the core, and see that it is found
-	$(call section,Mutants)
-	@python native/mutants/run.py $(ARGS)
-
-# Most of what these take is the start of Python and torch, in one process after another, or waiting:
-# three of them at a time leave no core idle. Files that take long come first, so that all end together.
-# The others look at when something happens. They wait for most of their time: two at a time.
-SIDE_BY_SIDE := tests/hosts $(patsubst %,tests/multiprocess/test_%.py, \
-	bench cli data_parallel data_parallel_backward data_parallel_scenarios doctor gradients init \
-	job_life launch launched_jobs rendezvous_of_hosts replace restarts rpc_calls rpc_drop_in rpc_early rpc_remote_authentication rpc_idioms rpc_gradients rpc_joining rpc_optimizer rpc_references rpc_script rpc_authentication rpc_strides \
-	rpc_training run slurm sync_batch_norm embedding trainer \
-	trainer_resumes uneven) $(patsubst %,tests/fault/test_%.py,explain job_directories checkpoints training \
-	unformed) tests/docs tests/examples tests/ecosystem tests/conformance tests/unit
 # The tests to run, by markers (see pyproject.toml).
 SELECT := not long
+# Most of what the tests take is the start of Python and torch, in one process after another: three
+# files at a time leave none of two cores idle. Files run in the order of their names, tests/unit last:
+# it has many short ones, so that all workers end together.
+WORKERS := $(shell echo $$((($(JOBS) * 3 + 1) / 2)))
 # The outer limit is for what pytest's own limit per test can't end.
 PYTEST := timeout --foreground --signal=INT --kill-after=30 $(PYTEST_LIMIT) pytest
 
+# OPTIONS are further ones, from tools/gate.py.
 pytest: setup-dev ## the Python tests (ARGS="-k barrier -x" chooses)
-ifeq ($(ARGS),)
-	$(submake) pytest-together
-	$(submake) pytest-apart
-else
 	$(call section,Python tests)
-	@$(PYTEST) $(ARGS)
-endif
-
-# Both take further options of pytest from tools/gate.py.
-pytest-together: setup-dev
-	$(call section,Python tests that run beside one another)
-	@$(PYTEST) -m "$(SELECT)" $(OPTIONS) --numprocesses 3 --dist loadfile --no-loadscope-reorder $(SIDE_BY_SIDE)
-
-pytest-apart: setup-dev
-	$(call section,The other Python tests)
-	@$(PYTEST) -m "$(SELECT)" $(OPTIONS) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(SIDE_BY_SIDE:%=--ignore=%)
+	@$(PYTEST) $(or $(ARGS),-m "$(SELECT)" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(OPTIONS))
 
 # The tests that draw their data or their examples.
 EXPLORED = $(shell grep -rlE "hypothesis|fresh_seed" tests --include='test_*.py')

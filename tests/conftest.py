@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from tests.seeds import fresh_seed
+from tools.gate import pytest_sessionfinish as pytest_sessionfinish  # a hook
 
 REPOSITORY = Path(__file__).parents[1]
 

@@ -22,6 +22,7 @@ import xml.etree.ElementTree
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RECORDS = Path("build/gate")
@@ -30,10 +31,15 @@ RECORDS = Path("build/gate")
 PASSED = Path("native/passed.json")
 """The digests of the sources with which sections passed last. It is committed with the sources."""
 
+EXIT_CODE = "gate/exit_code"
+"""The key of pytest's exit code in its cache; make hides the code."""
+
 MAX_UNSTABLE = 3
 """The number of unstable tests that a run may have and pass."""
 MAX_RERUN = 20
 """The number of failed tests of a section above which none is run again, as something is broken."""
+POLL = 0.5
+"""The time between two looks at whether a section should end, in seconds."""
 KILL_AFTER = 10.0
 """The time that an interrupted section has to end, in seconds."""
 
@@ -82,12 +88,14 @@ class PythonTests(Section):
     """A run of pytest, which keeps the names of failed tests in its cache."""
 
     def run(self, seconds: float | None) -> Result:
-        """Run the tests beside one another, as the target says."""
+        """Run the tests, several files at a time."""
         shutil.rmtree(self._cache, ignore_errors=True)
         self.counts.unlink(missing_ok=True)
         options = f"--junitxml={self.counts} -o cache_dir={self._cache}"
         code = run_make([*self.target, f"OPTIONS={options}"], seconds)
-        return _count(self, code, self._read_failed())
+        # A run that was cut off has not come to all of its tests: it is no run to the end.
+        is_whole = self._read(EXIT_CODE) in (0, 1)
+        return _count(self, code, [self.name] * (not is_whole) + self._read_failed())
 
     def run_again(self, failed: Sequence[str], seconds: float | None) -> list[str]:
         """Run failed tests one after another, and return those that fail again."""
@@ -101,9 +109,13 @@ class PythonTests(Section):
         return RECORDS.absolute() / self.name
 
     def _read_failed(self) -> list[str]:
+        return list(self._read("cache/lastfailed") or [])
+
+    def _read(self, key: str) -> Any:
+        """Return what pytest has left in its cache under this key; None if there is nothing."""
         with contextlib.suppress(FileNotFoundError):
-            return list(json.loads((self._cache / "v/cache/lastfailed").read_text()))
-        return []
+            return json.loads((self._cache / "v" / key).read_text())
+        return None
 
 
 @dataclass(frozen=True)
@@ -132,27 +144,19 @@ class NativeTests(Section):
         return []
 
 
-def _python_tests(name: str, markers: str) -> list[Section]:
-    """Both runs of pytest: of tests that run beside one another, and of the others."""
-    return [
-        PythonTests(f"{name}-{part}", (f"pytest-{part}", f"SELECT={markers}"))
-        for part in ("together", "apart")
-    ]
-
-
-NATIVE = ("native", "CMakeLists.txt", ".clang-tidy", "Makefile")
+NATIVE = ("native", "CMakeLists.txt", ".clang-tidy")
 
 LAYERS: dict[str, list[Section]] = {
     "test": [
         Section("lint", ("lint",)),
         NativeTests("native-plain", ("native-plain",)),
-        *_python_tests("tests", "not slow and not long"),
+        PythonTests("tests", ("pytest", "SELECT=not slow and not long")),
     ],
     "test-long": [
         Section("tidy", ("--jobs", str(os.cpu_count()), "--output-sync=target", "tidy"), NATIVE),
         NativeTests("native-asan", ("native-asan",), NATIVE),
         NativeTests("native-tsan", ("native-tsan",), NATIVE),
-        *_python_tests("slow-tests", "slow and not long"),
+        PythonTests("slow-tests", ("pytest", "SELECT=slow and not long")),
         Section("docs", ("docs",)),
     ],
 }
@@ -174,12 +178,20 @@ def run_make(arguments: Sequence[str], seconds: float | None) -> int:
     """Run make, and return its exit code; interrupt it after `seconds`."""
     # The options of `make test-all ARGS=...` are not those of its sections.
     command = ["make", "--no-print-directory", "ARGS=", "OPTIONS=", *arguments]
+    deadline = None if seconds is None else time.monotonic() + seconds
+    parent = os.getppid()
     process = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
     try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        print(f"\ngate: {' '.join(arguments)} had to end after {seconds:.0f} s", file=sys.stderr)
-        return 124
+        while process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(POLL)
+            if os.getppid() != parent:
+                sys.exit("gate: its parent has ended")
+            if deadline is not None and time.monotonic() > deadline:
+                message = f"\ngate: {' '.join(arguments)} had to end after {seconds:.0f} s"
+                print(message, file=sys.stderr)
+                return 124
+        return process.returncode
     finally:
         _end(process)
 
@@ -272,6 +284,12 @@ def _report(results: Sequence[Result], seconds: float, say: Callable[[str], None
     return int(bool(failed) or len(unstable) > MAX_UNSTABLE)
 
 
+def pytest_sessionfinish(session: Any, exitstatus: int) -> None:
+    """Leave pytest's exit code in its cache; a hook of `tests/conftest.py`."""
+    if not hasattr(session.config, "workerinput"):  # a worker of pytest-xdist
+        session.config.cache.set(EXIT_CODE, int(exitstatus))
+
+
 def _minutes(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
@@ -289,6 +307,9 @@ def main() -> int:
     os.chdir(ROOT)
     chosen = [section for name in arguments.names for section in names[name]]
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # Sections have sessions of their own, to be ended with all that they started: by an exception.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     return run(chosen, limit=arguments.limit)
 
 

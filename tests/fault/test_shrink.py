@@ -20,7 +20,7 @@ from phalanx.errors import Aborted, PeerLost, PhalanxError, RankExcluded, UsageE
 from tests.fault.test_again import check_group
 from tests.fault_injection.leaks import settled_resources
 from tests.ranks import RankServer, connect_ranks, marker_file, wait_for_file
-from tests.waiting import stopped
+from tests.waiting import once_blocked, stopped
 
 LIMITS: dict[str, Any] = {"timeout": 60.0}
 HOSTS = pytest.mark.parametrize("hosts", ["", "aab", "abc"])
@@ -285,7 +285,7 @@ def is_interrupted() -> None:
     connect_ranks()
     rank = dist.get_rank()
     if rank == 1:
-        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        once_blocked(lambda: os.kill(os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             phalanx.shrink()
         with pytest.raises(UsageError, match="this rank has left the group"):

@@ -8,8 +8,10 @@ import shlex
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.waiting import wait_for
 from tools import gate
 
 MAKEFILE = """
@@ -23,8 +25,10 @@ nothing:
 \t@{pytest} -m nothing $(OPTIONS) tests
 crashes:
 \t@{pytest} $(OPTIONS) tests -k crash
+cut-off:
+\t@{pytest} $(OPTIONS) tests -k "unstable or cut_off"
 python-tests:
-\t@{pytest} $(OPTIONS) tests --deselect tests/test_it.py::test_crash
+\t@{pytest} $(OPTIONS) tests -k "not crash and not cut_off"
 pytest:
 \t@{pytest} $(ARGS) tests
 native:
@@ -52,6 +56,9 @@ def test_bad():
 
 def test_crash():
     os._exit(3)
+
+def test_cut_off():
+    raise KeyboardInterrupt
 """
 
 
@@ -61,9 +68,11 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "Makefile").write_text(MAKEFILE.format(pytest=command))
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/test_it.py").write_text(TESTS)
+    (tmp_path / "tests/conftest.py").write_text("from tools.gate import pytest_sessionfinish")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "unstable").write_text("0")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(gate.ROOT))
     for name in ("MAKEFLAGS", "MAKELEVEL", "PYTEST_ADDOPTS"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
@@ -125,6 +134,15 @@ def test_a_run_that_names_no_test(project: Path, target: str) -> None:
     assert "FAILED: tests" in lines
 
 
+def test_a_run_that_is_cut_off_after_a_failure(project: Path) -> None:
+    """Its last tests have not run: that the failed one passes alone says nothing of them."""
+    (project / "unstable").write_text("1")
+    code, lines = run(gate.PythonTests("tests", ("cut-off",)))
+    assert code == 1
+    assert "FAILED: tests" in lines
+    assert "FAILED: tests/test_it.py::test_unstable[0]" in lines
+
+
 def test_a_failure_of_an_earlier_run_is_forgotten(project: Path) -> None:
     (project / "bad").touch()
     assert run(PYTHON)[0] == 1
@@ -143,6 +161,30 @@ def test_a_section_that_hangs_ends_at_the_limit(project: Path) -> None:
     assert code == 1
     assert "FAILED: hangs" in lines
     assert any(line.split()[:2] == ["hangs", "0"] for line in lines)
+
+
+@pytest.mark.parametrize("victim", ["gate", "parent"])
+def test_a_gate_that_ends_early_leaves_nothing_behind(project: Path, victim: str) -> None:
+    (project / "gate.py").write_text(
+        "from tools import gate\n"
+        "gate.ROOT, gate.LAYERS = '.', {'all': [gate.Section('hangs', ('hangs',))]}\n"
+        "gate.main()\n"
+    )
+    command = f"{shlex.quote(sys.executable)} gate.py all; true"
+    parent = psutil.Popen(["bash", "-c", command], cwd=project)
+    try:
+        wait_for(lambda: [p for p in parent.children(recursive=True) if p.name() == "sleep"])
+        started = parent.children(recursive=True)
+        if victim == "gate":
+            parent.children()[0].terminate()
+        else:
+            parent.kill()
+        _, left = psutil.wait_procs(started, timeout=90)
+        assert not left
+    finally:
+        for process in [parent, *parent.children(recursive=True)]:
+            process.kill()
+        parent.wait()
 
 
 def test_a_section_is_run_once_for_the_same_sources(project: Path) -> None:
@@ -168,6 +210,7 @@ def test_a_section_that_fails_is_not_known(project: Path) -> None:
 
 def test_every_layer_names_targets_of_the_makefile(repository: Path) -> None:
     makefile = (repository / "Makefile").read_text()
+    makefile += (repository / "native/native.mk").read_text()
     for layer, sections in gate.LAYERS.items():
         assert f"python tools/gate.py {layer}\n" in makefile
         for section in sections:

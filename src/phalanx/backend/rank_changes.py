@@ -193,11 +193,11 @@ def _agree(name: str, group: ProcessGroup, seconds: float, agree: _Agree) -> Seq
     """Continue with the ranks that are left; return their ranks in the job."""
     membership = group._membership
     native = membership.native
-    if native.failure() is None:
-        native.abort(f"it calls phalanx.{name}, which all ranks must call then")
-    membership.stop_threads(0.0)
     try:
         with _leaving_on_failure(group):
+            if native.failure() is None:
+                native.abort(f"it calls phalanx.{name}, which all ranks must call then")
+            membership.stop_threads(0.0)
             ranks, formed, late = agree(group, native, seconds)
     except RankExcluded as error:
         raise error.replace(
