@@ -5,6 +5,7 @@ its own beside this one.
 """
 
 import contextlib
+import gc
 import os
 import random
 import shutil
@@ -20,7 +21,7 @@ import psutil
 import pytest
 
 from tests.seeds import fresh_seed
-from tools.gate import pytest_sessionfinish as pytest_sessionfinish  # a hook
+from tools import gate
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -40,6 +41,8 @@ hypothesis.settings.load_profile("phalanx")
 
 
 JOBS = pytest.StashKey[str]()
+
+pytest_sessionfinish = gate.pytest_sessionfinish  # a hook
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,6 +70,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, item in enumerate(group):
             if number not in kept:
                 item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    # What the imports have made stays: the garbage collector need not look at it again and again.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

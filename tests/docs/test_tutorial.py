@@ -80,7 +80,7 @@ def test_a_killed_rank(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("program", sorted(PROGRAMS.glob("*.py")), ids=lambda path: path.stem)
-@pytest.mark.parametrize(("ranks", "backend"), [(1, "phalanx"), (8, "phalanx"), (3, "gloo")])
+@pytest.mark.parametrize(("ranks", "backend"), [(1, "phalanx"), (4, "phalanx"), (2, "gloo")])
 def test_program_on_other_ranks_and_backends(
     program: Path, ranks: int, backend: str, directory: Path
 ) -> None:

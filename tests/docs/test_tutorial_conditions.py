@@ -60,24 +60,32 @@ def check(ended: subprocess.CompletedProcess[str], advice: str = "") -> None:
         assert ended.returncode == 0, output
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_without_extras(name: str, directory: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def absent_extras(tmp_path: Path) -> Path:
+    """A directory on the path in which the import of each extra fails."""
     absent = tmp_path / "absent"
     absent.mkdir()
     for extra in EXTRAS:
         error = f'raise ModuleNotFoundError("No module named {extra}", name="{extra}")\n'
         (absent / f"{extra}.py").write_text(error)
-    check(run(start(name), directory, PYTHONPATH=str(absent)))
+    return absent
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_in_a_directory_that_cannot_be_written(name: str, directory: Path, tmp_path: Path) -> None:
+def test_without_extras_in_a_directory_that_cannot_be_written(
+    name: str, directory: Path, tmp_path: Path, absent_extras: Path
+) -> None:
     directory.chmod(0o555)
     command = start(name)
     if os.geteuid() == 0:
         command = f"unshare --mount sh -c {shlex.quote(MOUNT + command)}"
-    ended = run(command, directory, PHALANX_JOBS_DIR=str(tmp_path / "jobs"))
+    variables = {"PHALANX_JOBS_DIR": str(tmp_path / "jobs"), "PYTHONPATH": str(absent_extras)}
+    ended = run(command, directory, **variables)
     check(ended, "give a directory that this rank can write" if name == "trainer" else "")
+
+
+def test_the_trainer_without_extras(directory: Path, absent_extras: Path) -> None:
+    check(run(start("trainer"), directory, PYTHONPATH=str(absent_extras)))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -86,7 +94,7 @@ def test_in_a_notebook(name: str, directory: Path) -> None:
     source = (directory / f"{name}.py").read_text()
     assert source.count('if __name__ == "__main__":') == 1
     arguments = ["program", *ARGUMENTS.get(name, "").split()]
-    start_cell = "cell()" if name == "initialization" else "phalanx.launch(cell, 3)"
+    start_cell = "cell()" if name == "initialization" else "phalanx.launch(cell, 2)"
     (directory / "cell.txt").write_text(
         source.replace('if __name__ == "__main__":', "def cell():")
         + f"\n\nimport sys\nsys.argv = {arguments}\n{start_cell}\n"

@@ -30,12 +30,11 @@ COMPILERS = ("eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.sl
 
 
 def with_compilers(*sizes: int) -> pytest.MarkDecorator:
-    """Parametrize by world sizes and compilers; Inductor is slow, and long but at one size."""
-    inductor = dict.fromkeys(sizes, pytest.mark.long) | {sizes[len(sizes) // 2]: pytest.mark.slow}
+    """Parametrize by world sizes and compilers; Inductor takes long."""
     return pytest.mark.parametrize(
         ("size", "compiler"),
         [(size, compiler) for size in sizes for compiler in ("eager", "aot_eager")]
-        + [pytest.param(size, "inductor", marks=mark) for size, mark in inductor.items()],
+        + [pytest.param(size, "inductor", marks=pytest.mark.long) for size in sizes],
     )
 
 

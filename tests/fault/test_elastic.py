@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Callable
@@ -43,6 +44,18 @@ UPDATE_MOMENTS = (
 def preloaded(ranks: RankServer) -> None:
     """Each rank would import it for its optimizer, which takes most of the time of a test."""
     ranks.preload("torch._dynamo")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ranks: RankServer) -> Callable[..., Any]:
+    """Return a function that returns what rank 0 returns without a loss, from one run of a kind."""
+
+    @functools.cache
+    def run(task: Callable[..., Any], kind: str, hosts: str = "") -> Any:
+        arguments = (kind, 60.0) if task is train else ("undisturbed", kind)
+        return ranks.run(3, task, 3, {}, *arguments, timeout=None, hosts=hosts)[0]
+
+    return run
 
 
 def number() -> int:
@@ -186,10 +199,10 @@ KINDS_AND_MOMENTS = [
 @HOSTS
 @pytest.mark.parametrize(("kind", "moment"), KINDS_AND_MOMENTS)
 def test_replaced_ranks_do_not_change_the_result(
-    ranks: RankServer, kind: str, moment: str, hosts: str
+    ranks: RankServer, undisturbed: Callable[..., Any], kind: str, moment: str, hosts: str
 ) -> None:
     size = 3
-    expected = ranks.run(size, train, size, {}, kind, 60.0, timeout=None, hosts=hosts)[0][1]
+    expected = undisturbed(train, kind, hosts)[1]
     deaths = {step: (rank, moment) for step, rank in zip((0, 4, 7, 8), VICTIMS[hosts], strict=True)}
     run = ranks.start(
         size + len(deaths), train, size, deaths, kind, 60.0, timeout=None, hosts=hosts
@@ -312,9 +325,11 @@ def fit(size: int, losses: dict[int, tuple[int, str]], folder: str, kind: str) -
         ("shared", "in the update"),
     ],
 )
-def test_a_trainer_with_replaced_ranks(ranks: RankServer, kind: str, moment: str) -> None:
+def test_a_trainer_with_replaced_ranks(
+    ranks: RankServer, undisturbed: Callable[..., Any], kind: str, moment: str
+) -> None:
     size = 3
-    expected = ranks.run(size, fit, size, {}, "undisturbed", kind, timeout=None)[0]
+    expected = undisturbed(fit, kind)
     # Step 6 is the end of an epoch, with an evaluation.
     losses = {6: (1, moment), 12: (0, moment)}
     run = ranks.start(size + len(losses), fit, size, losses, "disturbed", kind, timeout=None)

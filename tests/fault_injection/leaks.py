@@ -32,11 +32,11 @@ class Resources:
 def settled_resources(before: Resources | None) -> Resources:
     """Measure this process after it has returned free memory to the kernel.
 
-    If resources have grown, wait up to half a second, for example for threads to end.
+    If resources have grown, wait up to a minute, for example for threads to end.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    deadline = time.monotonic() + 0.5
+    deadline = time.monotonic() + 60
     while (now := measure_resources()).exceeds(before) and time.monotonic() < deadline:
         time.sleep(0.005)
     return now

@@ -35,6 +35,7 @@ from tests.fault.test_again import check_group
 from tests.fault.test_shrink import fail_until_lost
 from tests.ports import find_free_port
 from tests.ranks import RankServer, connect_ranks, marker_file, wait_for_file
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -330,7 +331,7 @@ def several_groups() -> int:
     assert threads.count("phalanx-relay-connection") == 1
     dist.barrier()
     dist.destroy_process_group()
-    assert [t.name for t in threading.enumerate() if t.name.startswith("phalanx-relay-")] == []
+    wait_for(lambda: not [t for t in threading.enumerate() if t.name.startswith("phalanx-relay-")])
     return listening
 
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from phalanx.errors import UsageError
 from tests.ranks import RankServer
+from tests.waiting import wait_for
 
 
 def init() -> None:
@@ -113,7 +114,7 @@ def leave_twice() -> None:
     group.shutdown()
     del group
     gc.collect()
-    assert not [t for t in threading.enumerate() if "phalanx" in t.name]
+    wait_for(lambda: not [t for t in threading.enumerate() if "phalanx" in t.name])
 
 
 def test_leaving_twice(ranks: RankServer) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import re
 import threading
 import time
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from phalanx.backend import threads as backend_threads
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, UsageError
+from tests.fault_injection.leaks import settled_resources
 from tests.ranks import RankServer
 
 
@@ -385,12 +385,6 @@ def many_groups() -> None:
     """Groups leave no descriptor, mapping or thread behind."""
     rank = dist.get_rank()
 
-    def held() -> tuple[int, int, int]:
-        gc.collect()
-        with open("/proc/self/maps") as maps:
-            mapped = sum("memfd:phalanx" in line for line in maps)
-        return len(os.listdir("/proc/self/fd")), mapped, threading.active_count()
-
     def use_a_group(number: int) -> None:
         members = [[0, 1, 2], [0, 1], [1, 2], [2]][number % 4]
         group = dist.new_group(members)
@@ -409,11 +403,11 @@ def many_groups() -> None:
     for number in range(4):
         use_a_group(number)
     dist.barrier()
-    before = held()
+    before = settled_resources(None)
     for number in range(50):
         use_a_group(number)
     dist.barrier()
-    assert held() == before
+    assert not settled_resources(before).exceeds(before)
 
 
 def test_fifty_groups_leave_nothing(ranks: RankServer) -> None:

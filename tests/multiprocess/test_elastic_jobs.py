@@ -24,7 +24,6 @@ import psutil, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from phalanx.train import Elastic
 
-Path(f"started-{os.getpid()}").touch()
 dist.init_process_group("phalanx", timeout=timedelta(seconds=TIMEOUT))
 losses = [each.split(":") for each in sys.argv[1:]]
 
@@ -72,9 +71,9 @@ def spares():  # the template, and its copies that have no place
     waiting = [each for each in children if not Path(f"rank-{each.pid}").exists()]
     return sorted(filter(has_copied, waiting), key=psutil.Process.create_time)
 
-def wait_for_newcomer(count):  # the number of processes that have started, with that one
-    end = time.monotonic() + 60
-    while len(list(Path().glob("started-*"))) < count:
+def wait_for_newcomer():
+    end = time.monotonic() + 90
+    while not dist.group.WORLD.has_newcomers():
         assert time.monotonic() < end, "no process replaces the rank"
         time.sleep(0.05)
 
@@ -92,9 +91,9 @@ model = torch.nn.Sequential(torch.nn.Linear(6, width), torch.nn.ReLU(), torch.nn
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 for step in Elastic(model, optimizer, 30, wrap=wrap, wait=WAIT):
     with step:
-        if Path("continued").exists():
-            wait_for_newcomer(4)
-            time.sleep(0.25)  # leaves it some seconds to join
+        if Path("continued").exists() and dist.get_world_size() < 3:
+            wait_for_newcomer()
+            time.sleep(0.25)  # rank 0 looks for newcomers once a second
         rank = dist.get_rank()
         generator = torch.Generator().manual_seed(1000 * step.number + rank)
         inputs = torch.randn(8, 6, generator=generator)

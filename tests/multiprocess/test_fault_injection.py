@@ -42,6 +42,7 @@ from phalanx.testing import (
     stop,
 )
 from tests.descriptors import list_descriptors
+from tests.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -352,7 +353,7 @@ def test_no_process_file_or_record_remains(
     assert rank.code == -signal.SIGKILL
     with pytest.raises(LaunchError):
         runner.run(hang, 2, timeout=0.3)
-    assert len(list_descriptors()) == descriptors
+    wait_for(lambda: len(list_descriptors()) <= descriptors)
     assert list_job_records() == jobs
     assert list(tmp_path.iterdir()) == []
 

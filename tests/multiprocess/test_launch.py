@@ -21,6 +21,7 @@ from phalanx.errors import LaunchError, UsageError
 from phalanx.launcher.failures import Failure, excerpt, find_root_cause, mark_late_causes
 from tests.descriptors import list_descriptors
 from tests.seeds import fresh_seed
+from tests.waiting import wait_for
 
 BACKEND = "phalanx"
 LIMIT = 60
@@ -344,15 +345,16 @@ def test_no_rank_outlives_the_caller(number):
 def test_launch_leaves_no_descriptor_thread_or_handler():
     def state():
         handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-        return len(list_descriptors()), handlers, dict(os.environ)
+        return handlers, dict(os.environ)
 
     phalanx.launch(os.getpid, 2, timeout=LIMIT)
-    before = state()
+    before, descriptors = state(), len(list_descriptors())
     for _ in range(3):
         phalanx.launch(os.getpid, 2, timeout=LIMIT)
         with contextlib.suppress(LaunchError):
             phalanx.launch(sys.exit, 2, (1,), timeout=LIMIT)
     assert state() == before
+    wait_for(lambda: len(list_descriptors()) <= descriptors)
 
 
 def test_launch_in_a_thread_and_within_a_rank():

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import _native
+from tests.fault_injection.leaks import measure_resources, settled_resources
 from tests.ranks import RankServer
 
 
@@ -41,16 +41,6 @@ def test_sixteen_ranks(ranks: RankServer) -> None:
     ranks.run(16, operations)
 
 
-def usage() -> tuple[int, int, int]:
-    """Return the counts of descriptors, threads, and mappings of a segment or an arena."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return (
-        len(os.listdir("/proc/self/fd")),
-        threading.active_count(),
-        sum("memfd:phalanx" in line for line in maps),
-    )
-
-
 def use(group: dist.ProcessGroup) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.all_reduce(torch.ones(10), group=group)
@@ -64,12 +54,12 @@ def make_and_destroy(count: int) -> None:
     group = dist.new_group(list(range(dist.get_world_size())))
     use(group)
     dist.destroy_process_group(group)
-    before = usage()
+    before = settled_resources(None)
     for _ in range(count):
         group = dist.new_group(list(range(dist.get_world_size())))
         use(group)
         dist.destroy_process_group(group)
-    assert usage() == before
+    assert not settled_resources(before).exceeds(before)
 
 
 def test_two_hundred_groups_one_after_another(ranks: RankServer) -> None:
@@ -78,18 +68,19 @@ def test_two_hundred_groups_one_after_another(ranks: RankServer) -> None:
 
 def make_and_keep(count: int) -> None:
     everyone = list(range(dist.get_world_size()))
-    before = usage()
+    before = settled_resources(None)
     groups = [dist.new_group(everyone) for _ in range(count)]
     for group in groups:
         dist.barrier(group)
-    descriptors, threads, mappings = usage()
+    now = measure_resources()
     # A group used only in the caller's thread needs neither a descriptor nor a thread.
-    assert descriptors <= before[0] + 2
-    assert threads == before[1]
-    assert mappings == before[2] + count
+    assert now.descriptors <= before.descriptors + 2
+    assert now.threads == before.threads
+    assert now.segments == before.segments + count
     for group in groups:
         dist.destroy_process_group(group)
-    assert usage()[1:] == before[1:]
+    ended = replace(before, descriptors=now.descriptors)
+    assert not settled_resources(ended).exceeds(ended)
 
 
 def test_two_hundred_groups_at_once(ranks: RankServer) -> None:
