@@ -285,9 +285,10 @@ def _report(results: Sequence[Result], seconds: float, say: Callable[[str], None
 
 
 def pytest_sessionfinish(session: Any, exitstatus: int) -> None:
-    """Leave pytest's exit code in its cache; a hook of `tests/conftest.py`."""
-    if not hasattr(session.config, "workerinput"):  # a worker of pytest-xdist
-        session.config.cache.set(EXIT_CODE, int(exitstatus))
+    """Leave pytest's exit code in its cache, if it has one; a hook of `tests/conftest.py`."""
+    cache = getattr(session.config, "cache", None)  # None with -p no:cacheprovider
+    if cache is not None and not hasattr(session.config, "workerinput"):  # of pytest-xdist
+        cache.set(EXIT_CODE, int(exitstatus))
 
 
 def _minutes(seconds: float) -> str:
