@@ -45,7 +45,7 @@ submake = @$(MAKE) --no-print-directory
 
 .PHONY: help setup setup-dev train test stability lint format native-test native-plain native-asan \
 	native-tsan kills model mutants pytest test-long test-all explore hosts trees conformance \
-	conformance-libraries conformance-rpc ecosystem pythons soak fuzz rpc-examples faults bench wheels \
+	conformance-libraries conformance-rpc ecosystem pythons soak fuzz rpc-examples faults defects bench wheels \
 	wheels-core docs casts tidy clean distclean
 
 help: ## list the targets
@@ -121,7 +121,7 @@ stability: setup-dev ## run all of it N times, beside busy processes, and record
 
 # ---- checks ----
 
-lint: setup-dev ## ruff, mypy, import-linter, clang-format, retired words, clocks in tests
+lint: setup-dev ## ruff, mypy, import-linter, clang-format, retired words, clocks in tests, default devices
 	$(call section,ruff: rules and format)
 	@ruff check
 	@ruff format --check
@@ -135,6 +135,8 @@ lint: setup-dev ## ruff, mypy, import-linter, clang-format, retired words, clock
 	@python tools/check_words.py
 	$(call section,Bounds on the clock in tests)
 	@python tools/check_clocks.py
+	$(call section,Tensors of the package that depend on the defaults of the user)
+	@python tools/check_factories.py
 
 format: setup-dev ## rewrite the sources in the project's format
 	@ruff check --fix-only --quiet
@@ -230,6 +232,10 @@ rpc-examples: setup-dev ## PyTorch's RPC examples, on its RPC and on ours (EXAMP
 	@pip install -qq "gymnasium>=1.0" pillow --constraint $(VENV)/.torch-$(TORCH)
 	@pip install -qq --no-deps "torchvision==$(TORCHVISION)"
 	@python -m tests.published "$(EXAMPLES)" $(ARGS)
+
+defects: setup-dev ## make one mistake at a time in the package, and see that the tests find it (ARGS=--record)
+	$(call section,Defects made by hand)
+	@python -m tools.defects $(ARGS)
 
 faults: setup-dev ## random deaths, mismatches, endurance (ARGS="kills --count 1000", "desyncs", "operations", "training", "matrix")
 	$(call section,Fault injection)

@@ -12,6 +12,7 @@ import shutil
 import signal
 import tempfile
 import uuid
+import zlib
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -54,19 +55,26 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[JOBS] = os.environ["PHALANX_JOBS_DIR"] = tempfile.mkdtemp(prefix="phalanx-tests-")
 
 
+# Their tests start processes: `make test` runs one case of each that is not marked `sampled`.
+ONE_CASE = ("docs", "ecosystem", "examples", "fault", "hosts", "multiprocess")
+
+
 @pytest.hookimpl(tryfirst=True)  # before deselection by -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases of sampled tests that `make test` leaves to `make test-long` as slow."""
-    cases: dict[tuple[str, str], list[pytest.Item]] = {}
+    """Mark the cases of parametrized tests that `make test` leaves to `make test-long` as slow."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sampled"):
+        folder = item.path.relative_to(REPOSITORY / "tests").parts[0]
+        is_left_out = any(item.get_closest_marker(name) for name in ("slow", "long"))
+        if not is_left_out and (item.get_closest_marker("sampled") or folder in ONE_CASE):
             name = getattr(item, "originalname", None) or item.name
-            cases.setdefault((str(item.path), name), []).append(item)
-    for group in cases.values():
-        sampled = group[0].get_closest_marker("sampled")
-        assert sampled is not None
-        (count,) = sampled.args
-        kept = {number * len(group) // count for number in range(count)}
+            cases.setdefault((item.path, name), []).append(item)
+    for (path, name), group in cases.items():
+        if sampled := group[0].get_closest_marker("sampled"):
+            (count,) = sampled.args
+            kept = {number * len(group) // count for number in range(count)}
+        else:  # another one in each test, so that together they show every kind of case
+            kept = {zlib.crc32(f"{path.stem} {name}".encode()) % len(group)}
         for number, item in enumerate(group):
             if number not in kept:
                 item.add_marker("slow")

@@ -146,7 +146,7 @@ def sum_sparse(
 
     def run(timeout: float) -> _native.Status | None:
         local = tensor.coalesce()
-        shape = torch.tensor([local.sparse_dim(), *local.shape, local._nnz()])
+        shape = torch.tensor([local.sparse_dim(), *local.shape, local._nnz()], device="cpu")
         shapes = shape.new_empty(size, shape.numel())
         addresses = [row.data_ptr() for row in shapes]
         code = dtype_code(shape.dtype, "all_reduce")
@@ -166,7 +166,12 @@ def sum_sparse(
                 return status
             parts.append(whole)
         total = torch.sparse_coo_tensor(
-            parts[0].t(), parts[1], tensor.shape, check_invariants=False
+            parts[0].t(),
+            parts[1],
+            tensor.shape,
+            check_invariants=False,
+            device=tensor.device,
+            dtype=tensor.dtype,
         )
         tensor.copy_(total.coalesce())
         return None

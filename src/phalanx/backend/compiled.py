@@ -29,7 +29,7 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 )
 _run_prepared = torch.ops.phalanx.run_prepared.default
 
-_ORDER = torch.empty(0)
+_ORDER = torch.empty(0, dtype=torch.float32, device="cpu")
 _operations: WeakValueDictionary[int, PreparedOperation] = WeakValueDictionary()
 _handles = itertools.count()
 

@@ -76,7 +76,7 @@ def is_installed(operation: str) -> bool:
 
 def _views() -> list[list[torch.Tensor]]:
     """Return lists of ordinary, negative and conjugate views, which differ in nothing else."""
-    tensors = [torch.zeros(4, dtype=torch.complex64) for _ in range(32)]
+    tensors = [torch.zeros(4, dtype=torch.complex64, device="cpu") for _ in range(32)]
     # Made in turns, so that unused bytes of their memory do not differ by list.
     views = [(each.view(4), torch._neg_view(each), torch._conj(each)) for each in tensors]
     return [list(each) for each in zip(*views, strict=True)]

@@ -274,7 +274,7 @@ def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -
         raise UsageError(f"empty_shared: got the shape {list(shape)}, expected no negative size")
     count = prod(shape)
     if count == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     needed = count * dtype.itemsize
     try:
         memory = _native.allocate_shared(needed)

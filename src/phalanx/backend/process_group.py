@@ -163,7 +163,7 @@ def _join_as_newcomer(
         group.full_size = max(size, full_size)
         try:
             # See `rank_changes`: the first collective says that the group is complete.
-            values = torch.zeros(2, dtype=torch.int64)
+            values = torch.zeros(2, dtype=torch.int64, device="cpu")
             group.broadcast([values], plan.root).wait()
         except PhalanxError:
             group.shutdown()

@@ -399,7 +399,7 @@ def _begin(group: ProcessGroup, root: int) -> None:
     without a launcher, rank 0 is its host.
     """
     store = None
-    values = torch.zeros(2, dtype=torch.int64)
+    values = torch.zeros(2, dtype=torch.int64, device="cpu")
     if group.rank() == root:
         values[1] = c10d._world.group_count
         if len(group.hosts) == 1 and not _is_alive(group.base_store):

@@ -516,7 +516,9 @@ class _Assembly:
             self._tensors[shard.name] = source.to(self._device)
             return
         if shard.name not in self._tensors:
-            self._tensors[shard.name] = torch.empty(target_box.shape, dtype=source.dtype)
+            self._tensors[shard.name] = torch.empty(
+                target_box.shape, dtype=source.dtype, device="cpu"
+            )
             self._missing[shard.name] = target_box.size
         self._missing[shard.name] -= copy_overlap(
             self._tensors[shard.name], target_box, source, shard.box

@@ -72,7 +72,7 @@ class RankGroup:
     def broadcast(self, content: Tensor | None, length: int, source: int) -> Tensor:
         """Broadcast a uint8[length] from rank `source`, and return it on all ranks. Collective."""
         if content is None:
-            content = torch.empty(length, dtype=torch.uint8)
+            content = torch.empty(length, dtype=torch.uint8, device="cpu")
         if self.size == 1:
             return content
         device = self._device()

@@ -160,7 +160,7 @@ def read_verified(path: Path, length: int, digest: str) -> Tensor:
         actual = os.fstat(file.fileno()).st_size
         if actual != length:
             raise ContentError(f"{path.name} has {actual} bytes, expected {length}")
-        buffer = torch.empty(length, dtype=torch.uint8)
+        buffer = torch.empty(length, dtype=torch.uint8, device="cpu")
         content = byte_view(buffer)
         with contextlib.closing(_Hash()) as sha:
             for start in range(0, length, BATCH):

@@ -118,7 +118,7 @@ def _read_tensor(content: memoryview, data: int, name: str, entry: dict[str, Any
     if not in_file or stop - start != length or min(shape, default=0) < 0:
         raise ContentError(f"{name}: bytes {start} to {stop} for {entry['dtype']}{list(shape)}")
     if start == stop:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     # A separate storage: `torch.set_rng_state`, for example, reads a storage from its beginning.
     elements = torch.frombuffer(content[start:stop], dtype=torch.uint8)
     if start % _ALIGNMENT:

@@ -72,7 +72,7 @@ class DataPartitioner(Generic[T_co]):
         self.data = data
         counts = _counts(length(data), list(sizes))
         generator = torch.Generator().manual_seed(seed)
-        order: list[int] = torch.randperm(length(data), generator=generator).tolist()
+        order: list[int] = torch.randperm(length(data), generator=generator, device="cpu").tolist()
         ends = [sum(counts[: part + 1]) for part in range(len(counts))]
         self._parts = [order[end - count : end] for end, count in zip(ends, counts, strict=True)]
 

@@ -422,8 +422,11 @@ class GlobalBatchSampler(Resumable[list[int]]):
         key = (self.epoch, self.seed, self.shuffle)
         if self._cached_order is None or self._cached_order[0] != key:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            shuffled = torch.randperm(self.samples, generator=generator)
-            self._cached_order = key, shuffled if self.shuffle else torch.arange(self.samples)
+            shuffled = torch.randperm(self.samples, generator=generator, device="cpu")
+            self._cached_order = (
+                key,
+                shuffled if self.shuffle else torch.arange(self.samples, device="cpu"),
+            )
         return self._cached_order[1]
 
     def _identity(self) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def prepare_offsets(
     """
     if indices.dim() == 2 and offsets is None:
         # If the bags are empty, all begin at 0, which is also the end of the list.
-        return torch.arange(indices.shape[0]) * indices.shape[1]
+        return torch.arange(indices.shape[0], device="cpu") * indices.shape[1]
     if indices.dim() != 1 or offsets is None or offsets.dim() != 1:
         raise UsageError(
             f"table {name!r}: indices of {indices.dim()} dimensions "
@@ -200,7 +200,10 @@ def sum_gradients(
         The row indices, each once, in ascending order, and their gradients, of shape (rows, width).
     """
     max_rows = sum(batch[1] for batch in batches)
-    rows, sums = torch.empty(max_rows, dtype=torch.int64), torch.empty(max_rows, width, dtype=dtype)
+    rows, sums = (
+        torch.empty(max_rows, dtype=torch.int64, device="cpu"),
+        torch.empty(max_rows, width, dtype=dtype, device="cpu"),
+    )
     count = _native.coalesce_rows(
         batches, width, DTYPES[dtype], divisor, share, (rows.data_ptr(), sums.data_ptr())
     )

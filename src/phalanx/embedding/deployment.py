@@ -248,7 +248,7 @@ def _create_server(key: PartKey | None, *arguments: Any, **settings: Any) -> RRe
 
 
 def _create_backup(key: PartKey, spec: TableSpec, optimizer: RowOptimizer) -> RRef[EmbeddingServer]:
-    weight = torch.zeros(spec.rows, spec.width, dtype=spec.dtype)
+    weight = torch.zeros(spec.rows, spec.width, dtype=spec.dtype, device="cpu")
     table = EmbeddingTable(
         spec.rows, spec.width, optimizer, dtype=spec.dtype, name=spec.name, weight=weight
     )

@@ -718,7 +718,8 @@ class EmbeddingServer:
             steps = torch.tensor(
                 [self._common_step()]
                 if self.trainers is None
-                else [self._steps[trainer] for trainer in range(self.trainers)]
+                else [self._steps[trainer] for trainer in range(self.trainers)],
+                device="cpu",
             )
         state = {"table": self.table.state_dict(), "steps": steps}
         try:

@@ -277,7 +277,7 @@ class ShardedEmbeddingBag(nn.Module):
         )
 
 
-_ANCHOR = torch.empty(0, requires_grad=True)
+_ANCHOR = torch.empty(0, requires_grad=True, dtype=torch.float32, device="cpu")
 """An input of the node below: autograd creates no node unless an input requires gradients."""
 
 
@@ -306,7 +306,9 @@ def _expand_bags(batch: Batch, bag_gradients: Tensor) -> tuple[LookupPlan, Tenso
     rows, gradients = sum_gradients(
         [batch.addresses(bag_gradients)], bag_gradients.shape[1], bag_gradients.dtype
     )
-    return LookupPlan(torch.empty(0), len(rows), [slice(0, len(rows))], [rows]), gradients
+    return LookupPlan(
+        torch.empty(0, dtype=torch.float32, device="cpu"), len(rows), [slice(0, len(rows))], [rows]
+    ), gradients
 
 
 def _merge(
@@ -323,8 +325,12 @@ def _merge(
         parts = [gradient[plan.positions[server]] for plan, gradient in plans_and_gradients]
         numbers = [plan.local_indices[server] for plan, _ in plans_and_gradients]
         gradients += parts
-        local.append(torch.cat(numbers) if numbers else torch.empty(0, dtype=torch.int64))
+        local.append(
+            torch.cat(numbers) if numbers else torch.empty(0, dtype=torch.int64, device="cpu")
+        )
         positions.append(slice(count, count + len(local[-1])))
         count += len(local[-1])
-    empty = torch.empty(0, table.width, dtype=table.dtype)
-    return LookupPlan(torch.empty(0), count, positions, local), torch.cat([empty, *gradients])
+    empty = torch.empty(0, table.width, dtype=table.dtype, device="cpu")
+    return LookupPlan(
+        torch.empty(0, dtype=torch.float32, device="cpu"), count, positions, local
+    ), torch.cat([empty, *gradients])

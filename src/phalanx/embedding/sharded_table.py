@@ -276,7 +276,7 @@ class ShardedTable:
                 self.servers, self.local_tables, plan.local_indices, strict=True
             )
         ]
-        rows = torch.empty(plan.count, self.width, dtype=self.dtype)
+        rows = torch.empty(plan.count, self.width, dtype=self.dtype, device="cpu")
         for number, (position, local) in enumerate(
             zip(plan.positions, plan.local_indices, strict=True)
         ):
@@ -356,7 +356,7 @@ class CollectiveUpdate:
         self._row_size = table.width * table.dtype.itemsize
         self._itemsize = table.dtype.itemsize
         self._header_size = 8 * _HEADER_FIELDS * len(self._local_tables)
-        self._failure_count = torch.zeros(1, dtype=torch.int64)
+        self._failure_count = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._failure_count_view: Any = self._failure_count.numpy()
         self._allocate(self._header_size)
 
@@ -380,7 +380,7 @@ class CollectiveUpdate:
                 f"which this process is rank {rank} of {size}: they must match"
             )
         may_write = all(table.is_local) and spec.staleness is None and not table.is_replicated
-        is_usable = torch.tensor([int(may_write)])
+        is_usable = torch.tensor([int(may_write)], device="cpu")
         dist.all_reduce(is_usable, dist.ReduceOp.MIN, group)
         return cls(group, table) if is_usable.item() else None
 
@@ -473,9 +473,9 @@ class CollectiveUpdate:
         return (address, rows, *parts), gradients + _align(self._row_size * count)
 
     def _allocate(self, size: int) -> None:
-        self._received = torch.zeros(self._size, _align(size), dtype=torch.uint8)
+        self._received = torch.zeros(self._size, _align(size), dtype=torch.uint8, device="cpu")
         self._receive_buffers = [*self._received]
-        self._send_buffer = torch.zeros(_align(size), dtype=torch.uint8)
+        self._send_buffer = torch.zeros(_align(size), dtype=torch.uint8, device="cpu")
         numbers: Any = self._received.numpy().view("int64")
         self._headers = numbers[:, : self._header_size // 8]
         self._own_header: Any = self._send_buffer.numpy().view("int64")[: self._header_size // 8]

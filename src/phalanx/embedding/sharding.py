@@ -28,7 +28,7 @@ class Sharding(ABC):
     def list_rows(self, server: int) -> Tensor:
         """Return the indices of a server's rows, in the server's order."""
         rows = self._row_range(server)
-        return torch.arange(rows.start, rows.stop, rows.step)
+        return torch.arange(rows.start, rows.stop, rows.step, device="cpu")
 
     @abstractmethod
     def locate(self, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ class RangeSharding(Sharding):
         super().__init__(rows, servers)
         quotient, remainder = divmod(rows, servers)
         self._starts = [server * quotient + min(server, remainder) for server in range(servers + 1)]
-        self._ends = torch.tensor(self._starts[1:])
+        self._ends = torch.tensor(self._starts[1:], device="cpu")
 
     def _row_range(self, server: int) -> range:
         return range(self._starts[server], self._starts[server + 1])
@@ -66,7 +66,7 @@ class RangeSharding(Sharding):
     def locate(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's server, and the row's index on that server."""
         owners = torch.bucketize(indices, self._ends, right=True)
-        return owners, indices - torch.tensor(self._starts)[owners]
+        return owners, indices - torch.tensor(self._starts, device="cpu")[owners]
 
 
 class HashSharding(Sharding):

@@ -184,7 +184,7 @@ class EmbeddingTable:
         flat = prepare_indices(self.name, indices)
         shape = (*indices.shape, self.width)
         if out is None:
-            out = torch.empty(shape, dtype=self.dtype)
+            out = torch.empty(shape, dtype=self.dtype, device="cpu")
         elif (
             out.shape != shape
             or out.dtype != self.dtype
@@ -239,8 +239,10 @@ class EmbeddingTable:
 
     def pool_batch(self, batch: Batch) -> Tensor:
         """Combine the rows of a prepared batch; only the ranges of rows and offsets are checked."""
-        offsets = torch.arange(len(batch.rows)) if batch.offsets is None else batch.offsets
-        out = torch.empty(len(offsets), self.width, dtype=self.dtype)
+        offsets = (
+            torch.arange(len(batch.rows), device="cpu") if batch.offsets is None else batch.offsets
+        )
+        out = torch.empty(len(offsets), self.width, dtype=self.dtype, device="cpu")
         failure = self._core.pool(
             batch.rows.data_ptr(),
             len(batch.rows),
@@ -306,13 +308,16 @@ class EmbeddingTable:
 
         Updates may continue meanwhile: each row is consistent with its own state.
         """
-        state = {name: torch.empty(self.rows, self.width, dtype=self.dtype) for name in self._parts}
+        state = {
+            name: torch.empty(self.rows, self.width, dtype=self.dtype, device="cpu")
+            for name in self._parts
+        }
         for block in self._blocks():
             parts = [state[name][block[0] :].data_ptr() for name in self._parts]
             self._check_failure(
                 self._core.gather(block.data_ptr(), len(block), parts, _ROW_TIMEOUT_SECONDS)
             )
-        return {**state, "step": torch.tensor(self.step)}
+        return {**state, "step": torch.tensor(self.step, device="cpu")}
 
     def describe_state(self) -> dict[str, Tensor]:
         """Return a result of `state_dict` without data: tensors on the device "meta"."""
@@ -342,7 +347,7 @@ class EmbeddingTable:
 
     def _blocks(self) -> Iterator[Tensor]:
         for begin in range(0, self.rows, _BLOCK_ROWS):
-            yield torch.arange(begin, min(begin + _BLOCK_ROWS, self.rows))
+            yield torch.arange(begin, min(begin + _BLOCK_ROWS, self.rows), device="cpu")
 
     def _check_failure(self, failure: tuple[str, int, int, int] | None, count: int = 0) -> None:
         if failure is None:

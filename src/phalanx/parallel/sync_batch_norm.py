@@ -137,7 +137,7 @@ class _Normalize(torch.autograd.Function):
         context.save_for_backward(input, weight, mean, invstd)
         context.count, context.group, context.has_bias = count, group, bias is not None
         context.mark_non_differentiable(mean, variance)
-        return output.to(input.dtype), mean, variance, torch.tensor(count)
+        return output.to(input.dtype), mean, variance, torch.tensor(count, device="cpu")
 
     @staticmethod
     def backward(context: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:

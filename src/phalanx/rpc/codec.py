@@ -338,7 +338,7 @@ def _flatten(tensor: Tensor) -> Tensor:
 
 def _decode_tensor(descriptor: TensorDescriptor, data: bytearray | memoryview) -> Tensor:
     if descriptor.size == 0:
-        return torch.empty(descriptor.shape, dtype=descriptor.dtype)
+        return torch.empty(descriptor.shape, dtype=descriptor.dtype, device="cpu")
     if isinstance(data, memoryview) and data.readonly:
         data = bytearray(data)
     flat = torch.frombuffer(data, dtype=descriptor.dtype)

@@ -274,7 +274,13 @@ def _make_sparse_coo(
     indices: Tensor, values: Tensor, shape: tuple[int, ...], is_coalesced: bool
 ) -> Tensor:
     return torch.sparse_coo_tensor(
-        indices, values, shape, is_coalesced=is_coalesced, check_invariants=False
+        indices,
+        values,
+        shape,
+        is_coalesced=is_coalesced,
+        check_invariants=False,
+        device=values.device,
+        dtype=values.dtype,
     )
 
 

@@ -272,7 +272,9 @@ def map_module(owner: int, module_class: type[nn.Module], rref: RRef[nn.Module])
     try:
         mapped.open(module_class, mapping)
     except OSError as error:
-        graph().receive_shared(owner, mapping.handle, torch.empty(0))  # released at once
+        graph().receive_shared(
+            owner, mapping.handle, torch.empty(0, dtype=torch.float32, device="cpu")
+        )  # released at once
         _LOG.warning("cannot map a remote module: %s", os.strerror(error.errno or 0))
         return None
     return mapped

@@ -21,7 +21,7 @@ Pair = tuple[torch.Tensor, np.ndarray[Any, Any]]
 # One element, a few, slightly more than one page, and more than the path for small sizes takes.
 SIZES = (1, 7, 1031, 70_001)
 _POISON = float("nan")
-_NOTHING = torch.zeros(0), np.zeros(0)
+_NOTHING = torch.zeros(0, dtype=torch.float32, device="cpu"), np.zeros(0)
 
 
 def inputs(count: int, seed: int) -> list[np.ndarray[Any, Any]]:
@@ -35,7 +35,7 @@ def _own_input(all_inputs: list[np.ndarray[Any, Any]]) -> torch.Tensor:
 
 
 def _empty(count: int) -> torch.Tensor:
-    return torch.full((count,), _POISON, dtype=torch.float64)
+    return torch.full((count,), _POISON, dtype=torch.float64, device="cpu")
 
 
 def _all_reduce(

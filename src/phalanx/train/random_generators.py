@@ -86,7 +86,7 @@ def restore_random_states(
 def _capture() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "python": {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss},
         "torch": torch.get_rng_state(),
         "numpy": _capture_numpy(),
         "cuda": None,

@@ -200,8 +200,10 @@ def gather(own: int, group: dist.ProcessGroup | None = None) -> list[int]:
     """Return the numbers of all ranks."""
     if not is_distributed():
         return [own]
-    numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(numbers, torch.tensor([own]), group=group)
+    numbers = [
+        torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size(group))
+    ]
+    dist.all_gather(numbers, torch.tensor([own], device="cpu"), group=group)
     return [int(each) for each in numbers]
 
 

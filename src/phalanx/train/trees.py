@@ -37,7 +37,7 @@ def broadcast_tree(own: Any, source: int, group: dist.ProcessGroup | None = None
     leaves, spec = tree_flatten(own if is_source else outline[0])
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, _Shape):
-            leaves[index] = torch.empty(leaf[1], dtype=leaf[0])
+            leaves[index] = torch.empty(leaf[1], dtype=leaf[0], device="cpu")
         elif isinstance(leaf, Tensor):
             leaves[index] = leaf.detach().contiguous()
         else:
@@ -71,7 +71,7 @@ class TreeSender:
         outline = pickle.dumps(tree_map_only(Tensor, _shape, own))
         parts = [torch.frombuffer(bytearray(outline), dtype=torch.uint8), *map(_as_bytes, tensors)]
         data = torch.cat(parts)
-        header = torch.tensor([len(outline), len(data)])
+        header = torch.tensor([len(outline), len(data)], device="cpu")
         self._thread = Thread(
             target=_send, args=(header, data, receivers, group), name="phalanx-state", daemon=True
         )
@@ -94,17 +94,17 @@ def receive_tree(source: int, group: dist.ProcessGroup) -> Any:
 
     Blocks until it is here.
     """
-    header = torch.empty(2, dtype=torch.int64)
+    header = torch.empty(2, dtype=torch.int64, device="cpu")
     dist.recv(header, group=group, group_src=source)
     length, size = header.tolist()
-    data = torch.empty(size, dtype=torch.uint8)
+    data = torch.empty(size, dtype=torch.uint8, device="cpu")
     for piece in torch.split(data, _PIECE):
         dist.recv(piece, group=group, group_src=source)
     leaves, spec = tree_flatten(pickle.loads(data[:length].numpy().tobytes()))
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, _Shape):
             dtype, shape = leaf
-            part = torch.empty(shape, dtype=dtype)
+            part = torch.empty(shape, dtype=dtype, device="cpu")
             begin, length = length, length + part.nbytes
             _as_bytes(part).copy_(data[begin:length])
             leaves[index] = part

@@ -214,7 +214,9 @@ class GlooTransport(Transport):
         # One time-out closes all connections, but a receive on a closed one does not time out.
         for peer in [peer for peer, each in enumerate(self._connections) if each.is_connected]:
             with contextlib.suppress(RuntimeError):
-                self._group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(_MIN_TIMEOUT)
+                self._group.recv(
+                    [torch.empty(1, dtype=torch.float32, device="cpu")], peer, _ABORT_TAG
+                ).wait(_MIN_TIMEOUT)
         for connection in self._connections:
             self._fail_pending(connection, -1, _ABORTED)
         self._liveness.close()
@@ -254,7 +256,7 @@ class GlooTransport(Transport):
 
         Then serve the connection's leave messages until the connection is closed.
         """
-        message = torch.zeros(1, dtype=torch.uint8)
+        message = torch.zeros(1, dtype=torch.uint8, device="cpu")
         try:
             if not self._wait_for_peer(peer):
                 return
@@ -369,7 +371,7 @@ class GlooTransport(Transport):
 
     def _send_leave_message(self, peer: int, message: int) -> None:
         with contextlib.suppress(AttributeError, RuntimeError):
-            data = torch.tensor([message], dtype=torch.uint8)
+            data = torch.tensor([message], dtype=torch.uint8, device="cpu")
             self._sent_messages.append((data, self._group.send([data], peer, _LEAVE_TAG)))
 
     @staticmethod

@@ -215,7 +215,7 @@ def measure_memory(peer: int, *, first: bool) -> LinkMeasurement:
     Raises:
         PhalanxError: The peer does not arrive, or is lost.
     """
-    small = torch.zeros(_TRIP_BYTES, dtype=torch.uint8)
+    small = torch.zeros(_TRIP_BYTES, dtype=torch.uint8, device="cpu")
     times = []
     for _ in range(_MEMORY_TRIPS):
         start = time.perf_counter()
@@ -223,7 +223,7 @@ def measure_memory(peer: int, *, first: bool) -> LinkMeasurement:
         _transfer(small, peer, is_sender=not first)
         times.append(time.perf_counter() - start)
     latency = statistics.median(times[_WARM_TRIPS:])
-    block = torch.ones(_BLOCK_BYTES, dtype=torch.uint8)
+    block = torch.ones(_BLOCK_BYTES, dtype=torch.uint8, device="cpu")
     bandwidth = 0.0
     for is_sender in (first, not first):
         _transfer(

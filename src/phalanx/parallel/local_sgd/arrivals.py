@@ -37,7 +37,7 @@ class Arrivals:
             for position, rank in enumerate(ranks)
             if position % len(own) == index
         ]
-        self._received = torch.zeros(len(self._sources), dtype=torch.int64)
+        self._received = torch.zeros(len(self._sources), dtype=torch.int64, device="cpu")
         self._receives: list[Any] = []
         self._sends: list[Any] = []
 
@@ -56,7 +56,7 @@ class Arrivals:
 
     def announce(self, completed: int) -> None:
         """Tell the others that this rank begins an exchange, after this number of steps."""
-        message = torch.tensor([completed])
+        message = torch.tensor([completed], device="cpu")
         self._sends += [
             dist.isend(message, group=self._group, group_dst=listener, tag=_TAG)
             for listener in self._listeners

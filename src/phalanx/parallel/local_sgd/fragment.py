@@ -48,7 +48,9 @@ class Fragment:
     def __init__(self, parameters: Sequence[Tensor], offset: int) -> None:
         self._parameters = list(parameters)
         self._count = sum(parameter.numel() for parameter in parameters)
-        self._message = self._change = self._flags = self._start = torch.empty(0)
+        self._message = self._change = self._flags = self._start = torch.empty(
+            0, dtype=torch.float32, device="cpu"
+        )
         dtype = reduce(torch.promote_types, {each.dtype for each in parameters}, torch.float32)
         flat = torch.empty(self._count, dtype=dtype, device=parameters[0].device)
         self.outer = nn.Parameter(flat, requires_grad=False)
@@ -67,7 +69,7 @@ class Fragment:
         self._message = self.outer.new_zeros(padded + fields * size, requires_grad=False)
         self._change, flags = self._message[: self._count], self._message[padded:]
         self._flags = flags.view(size, fields)  # a report of each rank
-        self._start = torch.empty(0)
+        self._start = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         """Return views of a flat tensor in the shapes of the parameters."""
@@ -137,7 +139,7 @@ class Fragment:
         if not report.counts:
             self._change.zero_()
         self._flags.zero_()
-        self._flags[rank] = torch.tensor(report)
+        self._flags[rank] = torch.tensor(report, device="cpu")
         self._since_before, self.since = self.since, completed
         self.begun_at = completed
         self._work = dist.all_reduce(self._message, group=group, async_op=True)

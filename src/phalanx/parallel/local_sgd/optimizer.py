@@ -320,7 +320,7 @@ class LocalSGD(torch.optim.Optimizer):
             return False
         completed = -1 if arrived is None else arrived
         if self._host_size > 1:
-            most = torch.tensor([completed])  # its ranks may have looked in between
+            most = torch.tensor([completed], device="cpu")  # its ranks may have looked in between
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.host_group)
             completed = int(most)
         if self._is_late:

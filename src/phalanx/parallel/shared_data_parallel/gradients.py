@@ -164,7 +164,7 @@ class Gradients:
             while not self._ready[number] or (ranges and not self._open_bucket(ranges[0].bucket)):
                 yield
             yield from self._write(number, self._take_gradient(number))
-        flags = torch.tensor(self._present, dtype=self._averaged_flags.dtype)
+        flags = torch.tensor(self._present, dtype=self._averaged_flags.dtype, device="cpu")
         yield from self._write(self._layout.order[-1], flags)
 
     def _take_gradient(self, number: int) -> Tensor | Product | None:
@@ -247,7 +247,7 @@ def _norm(own_slices: list[Tensor], topology: RankTopology, norm_type: float) ->
         )
         for part in own_slices
     ]
-    stacked = torch.stack([*norms, torch.zeros((), dtype=torch.float64)])
+    stacked = torch.stack([*norms, torch.zeros((), dtype=torch.float64, device="cpu")])
     is_max_norm = math.isinf(norm_type)
     total = stacked.max() if is_max_norm else stacked.pow(norm_type).sum()
     if topology.host_group is not None:

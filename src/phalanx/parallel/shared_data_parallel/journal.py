@@ -378,7 +378,9 @@ class Journal:
                 if value.dim() == 0:
                     whole[key] = value.clone()
                     continue
-                array = whole.setdefault(key, torch.empty(parameter.numel(), dtype=value.dtype))
+                array = whole.setdefault(
+                    key, torch.empty(parameter.numel(), dtype=value.dtype, device=value.device)
+                )
                 array[layout.elements(fragment)] = value
         return {
             key: shaped_like(value, parameter) if value.dim() else value

@@ -120,13 +120,13 @@ class HostMemory:
     def replica(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """Return this rank's replica of bytes `start` to `end`, a 1-D tensor with own storage."""
         if start == end:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return from_dlpack(self._memory.private_view(start, end - start)).view(dtype)
 
     def shared(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """Return bytes `start` to `end`, common to all ranks of the host, as a 1-D tensor."""
         if start == end:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return from_dlpack(self._memory.shared_view(start, end - start)).view(dtype)
 
     def publish(self, slices: Iterable[Bucket]) -> None:

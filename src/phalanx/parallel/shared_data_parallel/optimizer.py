@@ -109,7 +109,9 @@ class ShardedOptimizer(optim.Optimizer):
         }
         self._is_constructed = False
         # A trial instance provides the defaults, and checks the options before anything is made.
-        defaults = optimizer_class([torch.zeros(1)], **options).defaults
+        defaults = optimizer_class(
+            [torch.zeros(1, dtype=torch.float32, device="cpu")], **options
+        ).defaults
         super().__init__(list(trained if params is None else params), defaults)
         self._is_constructed = True
         self._group_of = {
@@ -210,7 +212,7 @@ class ShardedOptimizer(optim.Optimizer):
         for number, index in self._group_of.items():
             dtype = self._trained[number].dtype
             if (index, dtype) not in specs:
-                trial = nn.Parameter(torch.zeros(2, dtype=dtype))
+                trial = nn.Parameter(torch.zeros(2, dtype=dtype, device="cpu"))
                 trial.grad = torch.zeros_like(trial)
                 groups = [{**_options(self.param_groups[index]), "params": [trial]}]
                 inner = self.optimizer_class(groups, **self._options)

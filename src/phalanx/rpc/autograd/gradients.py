@@ -367,6 +367,8 @@ def _ensure_owned_sparse(gradient: Tensor, is_alone: bool) -> Tensor:
         gradient.shape,
         is_coalesced=gradient.is_coalesced(),
         check_invariants=False,
+        device=values.device,
+        dtype=values.dtype,
     )
 
 

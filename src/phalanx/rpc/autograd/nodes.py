@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-ANCHOR = torch.empty(0, requires_grad=True)
+ANCHOR = torch.empty(0, requires_grad=True, dtype=torch.float32, device="cpu")
 """An input of every node: autograd makes no node without an input that requires gradients."""
 
 _HEADER = struct.Struct("<QII")
