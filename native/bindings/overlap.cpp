@@ -38,6 +38,14 @@ bool overlap(const std::vector<Address>& inputs, const std::vector<std::uint64_t
   });
 }
 
+bool have_common_memory(const std::vector<Address>& starts,
+                        const std::vector<std::uint64_t>& sizes) {
+  std::vector<Memory> ordered = memory_of(starts, sizes, 1);
+  std::ranges::sort(ordered, {}, &Memory::begin);
+  const auto meet = [](const Memory& one, const Memory& next) { return next.begin < one.end; };
+  return std::ranges::adjacent_find(ordered, meet) != ordered.end();
+}
+
 bool is_misplaced(Address part, const std::vector<Address>& parts, std::size_t bytes, int rank) {
   for (std::size_t owner = 0; owner < parts.size(); ++owner) {
     const bool apart = part >= parts[owner] + bytes || parts[owner] >= part + bytes;
@@ -58,6 +66,7 @@ void bind_overlap(nb::module_& module) {
       },
       nb::arg("inputs"), nb::arg("input_counts"), nb::arg("outputs"), nb::arg("output_counts"),
       nb::arg("dtype"));
+  module.def("have_common_memory", &have_common_memory, nb::arg("starts"), nb::arg("sizes"));
   module.def(
       "is_misplaced",
       [](Address part, const std::vector<Address>& parts, std::size_t count, int dtype, int rank) {

@@ -10,6 +10,10 @@ bool overlap(const std::vector<Address>& inputs, const std::vector<std::uint64_t
              const std::vector<Address>& outputs, const std::vector<std::uint64_t>& output_counts,
              DType dtype);
 
+// Whether two of several parts, of so many bytes each, share memory.
+bool have_common_memory(const std::vector<Address>& starts,
+                        const std::vector<std::uint64_t>& sizes);
+
 // Whether one of the parts, of `bytes` each, overlaps `part` without being exactly part `rank`.
 bool is_misplaced(Address part, const std::vector<Address>& parts, std::size_t bytes, int rank);
 

@@ -50,6 +50,9 @@ def overlap(
 ) -> bool:
     """Return whether an input shares memory with an output. Outputs must not overlap each other."""
 
+def have_common_memory(starts: _Ints, sizes: _Ints) -> bool:
+    """Return whether two of several parts, of so many bytes each, share memory."""
+
 def is_misplaced(part: int, parts: _Ints, count: int, dtype: int, rank: int) -> bool:
     """Return whether `part` overlaps any of `parts` without being exactly the one of `rank`.
 

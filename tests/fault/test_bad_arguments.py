@@ -176,6 +176,34 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: dist.reduce_scatter_tensor(zeros(3), zeros(6, dtype=torch.float64)),
         r"reduce_scatter_single: the output is float32\[3\] on cpu, the input float64\[6\] on cpu",
     ),
+    "all_gather's outputs, repeated": (
+        lambda: dist.all_gather([zeros(3)] * 2, zeros(3)),
+        r"all_gather: tensors of the list of outputs share memory",
+    ),
+    "all_gather's outputs, overlapping views": (
+        lambda: dist.all_gather(list(zeros(5).unfold(0, 3, 2)), zeros(3)),
+        r"all_gather: tensors of the list of outputs share memory",
+    ),
+    "all_gather's outputs, repeated and transposed": (
+        lambda: dist.all_gather([zeros(2, 3).t()] * 2, zeros(3, 2)),
+        r"all_gather: tensors of the list of outputs share memory",
+    ),
+    "gather's outputs, repeated": (
+        lambda: dist.gather(zeros(3), [zeros(3)] * 2, dist.get_rank()),
+        r"gather: tensors of the list of outputs share memory",
+    ),
+    "all_to_all's outputs, repeated": (
+        lambda: dist.all_to_all([zeros(3)] * 2, [zeros(3), zeros(3)]),
+        r"all_to_all: tensors of the list of outputs share memory",
+    ),
+    "all_gather_coalesced's outputs, repeated": (
+        lambda: world().allgather_coalesced([[zeros(3)]] * 2, [zeros(3)]),
+        r"all_gather_coalesced: tensors of the list of outputs share memory",
+    ),
+    "all_reduce_coalesced's tensors, repeated": (
+        lambda: world().allreduce_coalesced([zeros(3)] * 2),
+        r"all_reduce_coalesced: tensors of the list of outputs share memory",
+    ),
     "all_gather_into_tensor's size": (
         lambda: dist.all_gather_into_tensor(zeros(5), zeros(3)),
         r"all_gather_single: the output float32\[5\] has 5 elements, expected 6: 2 times those",

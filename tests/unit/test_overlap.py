@@ -34,6 +34,15 @@ def test_overlap(inputs: list[tuple[int, int]], candidates: list[tuple[int, int]
     assert found is any(bytes_of(*each) & taken for each in inputs)
 
 
+@given(buffers)
+def test_common_memory(parts: list[tuple[int, int]]) -> None:
+    taken = [each for part in parts for each in bytes_of(*part)]
+    found = _native.have_common_memory(
+        [start for start, _ in parts], [count * SIZE for _, count in parts]
+    )
+    assert found is (len({*taken}) < len(taken))
+
+
 @given(st.integers(0, 30), st.lists(st.integers(0, 30), max_size=4), st.integers(0, 6))
 def test_misplaced(part: int, parts: list[int], count: int) -> None:
     for rank, own in enumerate(parts):

@@ -50,6 +50,33 @@ def size_error(
     )
 
 
+def check_disjoint(
+    outputs: Sequence[torch.Tensor], flats: Sequence[torch.Tensor], operation: str
+) -> None:
+    """Check that outputs share no memory, since only one of them could keep its result.
+
+    Of outputs that are not contiguous, only those that begin at the same element are found.
+
+    Args:
+        outputs: The tensors of the list.
+        flats: For each of them, itself if it is contiguous, else a copy.
+        operation: The name of the operation, for errors.
+
+    Raises:
+        UsageError: Two of them share memory.
+    """
+    sizes = [flat.nbytes for flat in flats]
+    is_shared = _native.have_common_memory(addresses_of(flats), sizes)
+    if not is_shared and any(map(operator.is_not, outputs, flats)):
+        starts = [output.data_ptr() for output in outputs if output.numel()]
+        is_shared = len({*starts}) < len(starts)
+    if is_shared:
+        raise UsageError(
+            f"{operation}: tensors of the list of outputs share memory ([tensor] * n, or views of "
+            "one tensor?): each needs memory of its own, as from torch.empty_like()"
+        )
+
+
 def overlaps_any(tensor: torch.Tensor, tensors: Sequence[torch.Tensor], dtype: int) -> bool:
     """Return whether a contiguous tensor overlaps any of several that do not overlap each other."""
     starts, counts = addresses_of(tensors), counts_of(tensors)

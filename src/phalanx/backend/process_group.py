@@ -34,6 +34,7 @@ from phalanx.backend.call_site import call_site
 from phalanx.backend.collectives import (
     NativeCall,
     addresses_of,
+    check_disjoint,
     check_root,
     check_same_length,
     counts_of,
@@ -567,6 +568,7 @@ class ProcessGroup(dist.ProcessGroup):
         pairs = [(output, prepare_output(output, name)) for output in outputs]
         flats = [output for _, output in pairs]
         code = dtype_code(tensor.dtype, name)
+        check_disjoint(outputs, flats, name)
         native = self._membership.native
         addresses = [output.data_ptr() for output in flats]
         counts = [output.numel() for output in flats]
@@ -606,6 +608,7 @@ class ProcessGroup(dist.ProcessGroup):
         pairs = [(output, prepare_output(output, "gather")) for output in outputs]
         addresses = [output.data_ptr() for _, output in pairs]
         code = dtype_code(tensor.dtype, "gather")
+        check_disjoint(outputs, [output for _, output in pairs], "gather")
         if outputs and is_misplaced(flat.data_ptr(), addresses, flat.numel(), code, root):
             flat = flat.clone()
         native = self._membership.native
@@ -701,6 +704,7 @@ class ProcessGroup(dist.ProcessGroup):
         sources = [prepare_input(item, name) for item in inputs]
         flats = [prepare_output(output, name) for output in outputs]
         code = dtype_code(inputs[0].dtype, name)
+        check_disjoint(outputs, flats, name)
         input_counts, output_counts = counts_of(sources), counts_of(flats)
         starts, targets = addresses_of(sources), addresses_of(flats)
         if overlap(starts, input_counts, targets, output_counts, code):
@@ -846,6 +850,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Combine each tensor of the list with those of all ranks, in place."""
         opts, name = opts or dist.AllreduceCoalescedOptions(), "all_reduce_coalesced"
         prepared = [self._prepare_all_reduce(tensor, opts.reduceOp, name) for tensor in tensors]
+        check_disjoint(tensors, [flat for _, [(_, flat)], _, _ in prepared], name)
         operator = self, "allreduce_coalesced", tensors, opts
         return self._run_coalesced(name, prepared, tensors, opts, operator)
 
@@ -890,6 +895,7 @@ class ProcessGroup(dist.ProcessGroup):
             check_same_kind(outputs, source, name)
             flat, targets = prepared_input, [prepare_output(output, name) for output in outputs]
             code, addresses = dtype_code(source.dtype, name), addresses_of(targets)
+            check_disjoint(outputs, targets, name)
             if is_misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
                 flat = flat.clone()
             operands = flat.data_ptr(), addresses, flat.numel(), code
