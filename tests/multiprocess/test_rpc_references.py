@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import signal
+import threading
 import time
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from phalanx import rpc
-from phalanx.errors import PeerLost, UsageError
+from phalanx.errors import CallTimeout, PeerLost, UsageError
 from phalanx.rpc import local_connection
 from phalanx.rpc.agent import agent
 from tests.ranks import RankServer
@@ -94,6 +95,13 @@ def wait_until_all_freed() -> None:
     wait_for(lambda: all(rpc.rpc_sync(each, owned_count) == 0 for each in rpc.get_worker_infos()))
 
 
+released = threading.Event()
+
+
+def wait_for_release() -> bool:
+    return released.wait(60)
+
+
 def check_use() -> None:
     box = rpc.remote(worker_name(1), Box, (torch.ones(3),))
     assert (box.owner_name(), box.owner().id, box.is_owner()) == (worker_name(1), 1, False)
@@ -121,6 +129,11 @@ def check_use() -> None:
     assert rpc.rpc_sync(worker_name(1), echo, (own,)).local_value() is own.local_value()
     local = rpc.remote(worker_name(0), Box, (7,))
     assert local.local_value().get() == local.to_here().get() == local.rpc_sync().get() == 7
+    late = rpc.remote(worker_name(0), wait_for_release)
+    with pytest.raises(CallTimeout, match=r"did not exist after 0\.2 s"):
+        late.to_here(timeout=0.2)
+    released.set()
+    assert late.to_here(timeout=0) is True
     for copy_function in (pickle.dumps, copy.deepcopy):
         with pytest.raises(UsageError, match="rref can only be pickled when using RPC"):
             copy_function(box)

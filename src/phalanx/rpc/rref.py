@@ -184,7 +184,8 @@ class RRef(Generic[_T]):
         """
         own = self._require_agent("to_here")
         if self._owner == own.id:
-            return self.local_value()
+            value: _T = used_value(self._rref_id, limit=seconds(timeout))
+            return value
         if self._creation is not None and not self._creation.is_sent:
             self._creation.value()  # raises: the owner never received the call
         peer = own.peers[self._owner]
@@ -346,31 +347,38 @@ def used_value(
     method: str = "",
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
+    *,
+    limit: float | None = None,
 ) -> Any:
     """Return a value that this worker owns to code of the user; see `OwnedValue.on_use`."""
-    value, own = owned_value(rref_id), agent()
+    value, own = owned_value(rref_id, limit), agent()
     if (on_use := own.owned_values.get_or_create(rref_id).on_use) is not None:
         on_use(method, args, kwargs or {})
     return value
 
 
-def owned_value(rref_id: RRefId) -> Any:
+def owned_value(rref_id: RRefId, limit: float | None = None) -> Any:
     """Return a value that this worker owns, to RPC itself; wait until it exists.
 
+    Args:
+        rref_id: The id of the reference.
+        limit: The time to wait, in seconds; 0 means no limit; None the timeout of `init_rpc`.
+
     Raises:
-        CallTimeout: The value does not exist after the timeout of `init_rpc`.
+        CallTimeout: The value does not exist in time.
         Exception: The exception raised by the creation of the value.
     """
     own = agent()
     value = own.owned_values.get_or_create(rref_id)
     if not value.done():
         own.promote_follower()
-        if not wait([value], own.timeout or None).done:
+        limit = own.timeout if limit is None else limit
+        if not wait([value], limit or None).done:
             raise CallTimeout(
                 f"RRef({rref_id.created_on}.{rref_id.local_id}, on worker {own.id}) did not exist "
-                f"after {own.timeout:g} s",
+                f"after {limit:g} s",
                 ranks=[own.id],
-                seconds=own.timeout,
+                seconds=limit,
             )
     return value.get()
 
