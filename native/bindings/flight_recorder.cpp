@@ -138,6 +138,7 @@ nb::dict contents_to_python(const RecorderContents& contents) {
   to["note"] = text(contents.note);
   to["operations"] = contents.operations;
   to["main_thread_wait"] = contents.main_thread_wait;
+  to["lone_wait"] = contents.lone_wait;
   to["torn"] = contents.torn;
   nb::list groups;
   for (const RecordedGroup& group : contents.groups) {
@@ -252,6 +253,14 @@ void bind_flight_recorder(nb::module_& module) {
       [](std::uint64_t number) {
         if (FlightRecorder* recorder = FlightRecorder::own()) {
           recorder->set_main_thread_wait(number);
+        }
+      },
+      nb::arg("number"));
+  module.def(
+      "set_lone_wait",
+      [](std::uint64_t number) {
+        if (FlightRecorder* recorder = FlightRecorder::own()) {
+          recorder->set_lone_wait(number);
         }
       },
       nb::arg("number"));

@@ -67,6 +67,7 @@ void read_header(const RecorderHeader& header, RecorderContents& to) {
   to.opened = header.opened;
   to.operations = header.operations_begun.load(std::memory_order_relaxed);
   to.main_thread_wait = header.main_thread_wait.load(std::memory_order_relaxed);
+  to.lone_wait = header.lone_wait.load(std::memory_order_relaxed);
   // Pairs with the store in FlightRecorder::record_ending.
   const auto ending = header.ending.load(std::memory_order_acquire);
   to.ending = ending <= static_cast<std::uint32_t>(Ending::failed) ? static_cast<Ending>(ending)

@@ -19,8 +19,8 @@ using namespace phalanx;
 
 namespace {
 
-// The numbers of layout version 3: a change of any of them requires a new kRecorderVersion.
-static_assert(kRecorderVersion == 3 && kRecorderMagic == 0x584f424c4b434201);
+// The numbers of layout version 4: a change of any of them requires a new kRecorderVersion.
+static_assert(kRecorderVersion == 4 && kRecorderMagic == 0x584f424c4b434201);
 static_assert(sizeof(Record) == 64 && sizeof(SharedRecord) == 72);
 static_assert(offsetof(Record, sequence) == 32 && offsetof(Record, peer) == 48);
 static_assert(offsetof(Record, dtype) == 52 && offsetof(Record, site) == 56);
@@ -29,7 +29,8 @@ static_assert(offsetof(Record, progress) == 63);
 static_assert(offsetof(RecorderHeader, host) == 48 && offsetof(RecorderHeader, job) == 176);
 static_assert(offsetof(RecorderHeader, operations_begun) == 320 &&
               offsetof(RecorderHeader, main_thread_wait) == 360);
-static_assert(offsetof(RecorderHeader, exception) == 372);
+static_assert(offsetof(RecorderHeader, lone_wait) == 368);
+static_assert(offsetof(RecorderHeader, exception) == 380);
 static_assert(sizeof(GroupEntry) == 896 && offsetof(GroupEntry, name) == 40);
 static_assert(sizeof(CallSite) == 128 && sizeof(SharedReport) == 40);
 static_assert(sizeof(LinkEntry) == 128 && offsetof(LinkEntry, sent) == 8);
@@ -111,6 +112,9 @@ TEST(the_wait_of_the_main_thread) {
   recorder->end(slot, record);
   recorder->set_main_thread_wait(0);
   CHECK_EQ(contents(*recorder).main_thread_wait, 0U);
+  CHECK_EQ(contents(*recorder).lone_wait, 0U);
+  recorder->set_lone_wait(record.number);
+  CHECK_EQ(contents(*recorder).lone_wait, record.number);
 }
 
 TEST(more_operations_under_way_than_slots) {

@@ -67,12 +67,13 @@ def read_flight_recorder(data: bytes, history: int) -> dict[str, Any]:
 
     Keys: pid, rank, world_size, attempt, host, job, clock, opened, ending, exception, ended, note,
     operations (the number of operations begun), main_thread_wait (the number of the operation that
-    the main thread waits for while a group's thread runs it; 0 for none), groups (list of dicts
-    with the fields of `phalanx.observe.model.Group`; members as the text "0-3,6"), open and done
-    (lists of dicts with the fields of `phalanx.observe.model.Operation`; done: the newest `history`
-    of them, oldest first), reports (list of (time, step, loss)), links (list of dicts: host, now
-    and earlier as in `record_link`), torn (the number of records that were being written when the
-    file was copied).
+    the main thread waits for while a group's thread runs it; 0 for none), lone_wait (the number of
+    the operation that it waits for while no other thread can begin one), groups (list of dicts with
+    the fields of `phalanx.observe.model.Group`; members as the text "0-3,6"), open and done (lists
+    of dicts with the fields of `phalanx.observe.model.Operation`; done: the newest `history` of
+    them, oldest first), reports (list of (time, step, loss)), links (list of dicts: host, now and
+    earlier as in `record_link`), torn (the number of records that were being written when the file
+    was copied).
 
     Raises:
         ValueError: The data are not a flight recorder, have another layout version, or are damaged.
@@ -99,6 +100,12 @@ def set_main_thread_wait(number: int) -> None:
     """Record the operation of a group's thread that the main thread waits for; 0 for none.
 
     Call it in the main thread.
+    """
+
+def set_lone_wait(number: int) -> None:
+    """Record the operation that the main thread waits for while no other thread can begin one.
+
+    0 for none. Call it in the main thread.
     """
 
 def add_link(host: str) -> int:

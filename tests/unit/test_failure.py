@@ -216,7 +216,11 @@ def operation(sequence: int, **fields: Any) -> dict[str, Any]:
 
 def recorder_content(**fields: Any) -> dict[str, Any]:
     numbers = dict.fromkeys(
-        ("rank", "pid", "clock", "opened", "ended", "operations", "main_thread_wait"), 0
+        (
+            *("rank", "pid", "clock", "opened", "ended", "operations"),
+            *("main_thread_wait", "lone_wait"),
+        ),
+        0,
     )
     texts = dict.fromkeys(("host", "ending", "exception", "note"), "")
     groups = [group_record(77, "0"), group_record(78, "pipe\x1b[2J")]

@@ -30,7 +30,7 @@
 namespace phalanx {
 
 inline constexpr std::uint64_t kRecorderMagic = 0x584f424c4b434201;  // "\1BCKLBOX"
-inline constexpr std::uint32_t kRecorderVersion = 3;
+inline constexpr std::uint32_t kRecorderVersion = 4;
 inline constexpr std::size_t kRecorderGroups = 128;
 inline constexpr std::size_t kRecorderSites = 1024;
 inline constexpr std::size_t kRecorderOpen = 64;
@@ -111,6 +111,9 @@ struct RecorderHeader {
   // The number of the operation of a group's thread that the main thread has been waiting for, for
   // some time; 0: none. Writer: the main thread.
   std::atomic<std::uint64_t> main_thread_wait;
+  // The number of the operation that the main thread waits for, if no other thread of the process
+  // can begin one meanwhile; 0: none. Writer: the main thread.
+  std::atomic<std::uint64_t> lone_wait;
   std::atomic<std::uint32_t> ending;  // 0: none yet, else an Ending; published by a release
   Text<512> exception;
   Text<256> note;
@@ -247,6 +250,11 @@ class FlightRecorder {
   // none. Numbers are unique, so no order with the records is needed.
   void set_main_thread_wait(std::uint64_t number) {
     layout_->header.main_thread_wait.store(number, std::memory_order_relaxed);
+  }
+  // For the main thread: sets the number of the operation that it waits for while no other thread
+  // can begin one; 0: none.
+  void set_lone_wait(std::uint64_t number) {
+    layout_->header.lone_wait.store(number, std::memory_order_relaxed);
   }
 
   // Returns the number of the link to a host, which is new if there is none; -1 if the table is

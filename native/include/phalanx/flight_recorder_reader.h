@@ -53,6 +53,7 @@ struct RecorderContents {
   std::string note;
   std::uint64_t operations = 0;
   std::uint64_t main_thread_wait = 0;
+  std::uint64_t lone_wait = 0;
   std::vector<RecordedGroup> groups;    // in the order of their formation
   std::vector<Record> open;             // oldest first
   std::vector<Record> done;             // oldest first

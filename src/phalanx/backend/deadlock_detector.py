@@ -10,16 +10,22 @@ of the cycle learns of the deadlock, even if no group contains them all.
 
 Only certain waits count. The main thread of a rank is in a collective, or waits without a timeout
 for an asynchronous one while no thread of a group is in another operation (see `work`). The rank
-that it waits for has not entered that collective. No other thread of the waiting rank takes part in
-operations. The recorder of a rank that is merely stopped, or busy in a signal handler, still shows
-its wait, but the rank that it waited for has arrived by then. All other cases are left to deadlines
-and `phalanx explain`.
+that it waits for has not entered that collective. The recorder of a rank that is merely stopped, or
+busy in a signal handler, still shows its wait, but the rank that it waited for has arrived by then.
+
+A cycle is a proof only if nothing else of its ranks can enter the collective that is missing: no
+other thread of the user, and no handler of a signal. Each rank knows that of itself alone, and says
+so in its recorder (`lone_wait`). Otherwise a warning reports the cycle, and the deadline decides.
+All other cases are left to deadlines and `phalanx explain`.
 """
 
 from __future__ import annotations
 
+import logging
+import signal
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from phalanx import _native
@@ -27,9 +33,16 @@ from phalanx.backend.peer_state import abort_reason, format_site, read_rank
 from phalanx.observe.escape import escape
 from phalanx.observe.model import Operation, Rank
 
+_logger = logging.getLogger("phalanx")
 _HISTORY = 64
 _MAX_CYCLE_LENGTH = 16
 """The maximum number of ranks in a cycle; longer cycles are left to the deadline."""
+_HARMLESS_THREADS = (
+    *("phalanx.backend", "phalanx.transports", "phalanx.hierarchical"),
+    *("multiprocessing.queues", "torch.utils.data", "tqdm", "rich", "tensorboard"),
+)
+"""The modules of threads that begin no operation by themselves: ours, and those of libraries."""
+_OWN_MODULES = "phalanx."
 _MAIN_THREAD = 0
 _GROUP_THREAD = 1
 _OTHER_THREAD = 2
@@ -45,13 +58,17 @@ class _Wait(NamedTuple):
     peer: int
     peer_in_group: int
     description: str
+    is_lone: bool
 
 
 _suspected_cycle: tuple[_Wait, ...] = ()
+_reported_cycle: tuple[_Wait, ...] = ()
 
 
 def detect_deadlock(groups: Iterable[_native.Group]) -> bool:
     """Search for a cycle of waits through this rank; break its groups if found twice in a row.
+
+    If another thread or a signal handler of its ranks could still end it, report it instead.
 
     Args:
         groups: All groups that this process has not left.
@@ -60,15 +77,23 @@ def detect_deadlock(groups: Iterable[_native.Group]) -> bool:
         Whether there is a cycle that another call must confirm. Always False outside the main
         thread, since only its waits are examined.
     """
-    global _suspected_cycle  # noqa: PLW0603
+    global _reported_cycle, _suspected_cycle  # noqa: PLW0603
     if threading.current_thread() is not threading.main_thread():
         return False
     by_identity = {group.identity: group for group in groups}
     cycle = _find_cycle(by_identity)
     confirmed = bool(cycle) and cycle == _suspected_cycle
     _suspected_cycle = cycle
-    if confirmed:
+    if confirmed and all(wait.is_lone for wait in cycle):
         _break_cycle(cycle, by_identity)
+    elif confirmed and cycle != _reported_cycle:
+        _reported_cycle = cycle
+        _logger.warning(
+            "[rank %d] ranks may use groups in different orders: %s. Unless another thread of one "
+            "of them still comes, this lasts until the timeout",
+            cycle[0].rank,
+            _describe(cycle),
+        )
     return bool(cycle) and not confirmed
 
 
@@ -138,6 +163,11 @@ def _find_waiting_peer(
 def _find_cycle(groups: dict[int, _native.Group]) -> tuple[_Wait, ...]:
     any_group = next(iter(groups.values()), None)
     rank = own = read_rank(any_group, any_group.rank, _HISTORY) if any_group else None
+    if own is not None:
+        operation = _blocking_collective(own)
+        number = operation.number if operation is not None and _is_alone() else 0
+        _native.set_lone_wait(number)
+        rank = own = replace(own, lone_wait=number)
     waits: list[_Wait] = []
     while rank and len(waits) < _MAX_CYCLE_LENGTH:
         wait = _find_wait(rank)
@@ -208,6 +238,7 @@ def _find_wait(rank: Rank) -> _Wait | None:
         operation.waiting_for,
         f"rank {rank.rank} waits in {operation.kind} #{operation.sequence} of group "
         f"'{escape(group.name)}'{format_site(operation.site)} for rank {peer}",
+        rank.lone_wait == operation.number,
     )
 
 
@@ -223,9 +254,30 @@ def _read_peer(wait: _Wait, groups: dict[int, _native.Group]) -> Rank | None:
     return None
 
 
+def _is_alone() -> bool:
+    """Return whether nothing but the main thread of this process can begin an operation."""
+    main = threading.main_thread()
+    threads = [each for each in threading.enumerate() if each is not main]
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    return all(_origin(each).startswith(_HARMLESS_THREADS) for each in threads) and not any(
+        callable(handler)
+        and handler is not signal.default_int_handler
+        and not getattr(handler, "__module__", "").startswith(_OWN_MODULES)
+        for handler in handlers
+    )
+
+
+def _origin(thread: threading.Thread) -> str:
+    """Return the module whose code a thread runs."""
+    return str(getattr(getattr(thread, "_target", None) or type(thread), "__module__", ""))
+
+
+def _describe(cycle: tuple[_Wait, ...]) -> str:
+    return ", ".join(wait.description for wait in cycle)
+
+
 def _break_cycle(cycle: tuple[_Wait, ...], groups: dict[int, _native.Group]) -> None:
-    waits = ", ".join(wait.description for wait in cycle)
-    reason = f"ranks use groups in different orders: {waits}"
+    reason = f"ranks use groups in different orders: {_describe(cycle)}"
     for wait in cycle:
         if wait.identity in groups:
             groups[wait.identity].abort_deadlock(wait.peer_in_group, reason)

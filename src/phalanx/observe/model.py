@@ -181,6 +181,8 @@ class Rank:
         process: The state of its process; None if the process is not visible from this machine.
         main_thread_wait: The number of the operation of a group's thread that the main thread waits
             for; 0 for none.
+        lone_wait: The number of the operation that the main thread waits for while no other thread
+            of the process can begin one; 0 for none.
         links: The links to other hosts.
         problem: The reason why its recorder cannot be read; empty if it can, or if there is none.
     """
@@ -203,6 +205,7 @@ class Rank:
     process: Process | None = None
     problem: str = ""
     main_thread_wait: int = 0
+    lone_wait: int = 0
     links: tuple[Link, ...] = ()
 
     @property

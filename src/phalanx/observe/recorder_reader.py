@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _LIMIT = 16 * 2**20
 _SAME_NAMES = (
     *("rank", "pid", "host", "clock", "opened", "ending", "exception", "ended"),
-    *("operations", "note", "main_thread_wait"),
+    *("operations", "note", "main_thread_wait", "lone_wait"),
 )
 """The entries of a recorder that `model.Rank` has under the same names."""
 _MAX_RANKS = 2**16
