@@ -133,6 +133,7 @@ def hashes(out: str, size: int, count: int) -> set[str]:
     return set(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spares", [0, 1])
 def test_a_killed_rank_is_replaced(run: Run, spares: int) -> None:
     code, out, err = run(options="--nproc-per-node 3")
@@ -147,6 +148,7 @@ def test_a_killed_rank_is_replaced(run: Run, spares: int) -> None:
     assert re.search(r"rank 2 \(pid \d+\) exited with code 1: .*damaged\n  replacing it; 7", err)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lost", "copies"),
     [("warm", {2}), ("spare", {2}), ("template", {1, 2}), ("spares", {0, 1})],
@@ -184,6 +186,7 @@ def test_the_job_continues_with_fewer_ranks(run: Run) -> None:
     assert "continuing with 2 ranks on this host" in err
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_stopped_is_refused_and_replaced(run: Run) -> None:
     options = "--nproc-per-node 3 --elastic"
     code, out, err = run("1:5:stop", options=options, wait=0.0, timeout=3.0)
@@ -192,6 +195,7 @@ def test_a_rank_that_was_stopped_is_refused_and_replaced(run: Run) -> None:
     assert re.search(r"rank 1 \(pid \d+\) exited with code 1: .*RankExcluded", err)
 
 
+@pytest.mark.slow
 def test_too_many_losses_end_the_job(run: Run) -> None:
     options = "--nproc-per-node 2:3 --elastic --max-restarts 0"
     code, _, err = run("1:5:kill", "0:9:kill", options=options, wait=0.0)
@@ -199,6 +203,7 @@ def test_too_many_losses_end_the_job(run: Run) -> None:
     assert re.search(r"rank 0 \(pid \d+\) was killed by SIGKILL", err)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_again_and_again_ends_the_job(run: Run) -> None:
     options = "--nproc-per-node 2 --elastic --max-restarts 2"
     code, _, err = run("1:5:always", options=options)
@@ -214,6 +219,7 @@ def test_a_newcomer_with_another_model_is_refused(run: Run) -> None:
     assert "size mismatch for 0.weight" in err
 
 
+@pytest.mark.slow
 def test_all_ranks_are_lost(run: Run) -> None:
     code, out, err = run("0:3:kill", "1:3:kill", options="--nproc-per-node 2 --elastic")
     assert code == 0, err
@@ -273,6 +279,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_host_leaves_and_another_one_joins(
     tmp_path: Path, launch: Callable[..., subprocess.Popen[str]], port: int
 ) -> None:
@@ -298,6 +305,7 @@ def test_a_host_leaves_and_another_one_joins(
     assert "continuing without" in ended[0][0][1]
 
 
+@pytest.mark.slow
 def test_the_host_with_the_store_is_lost(
     tmp_path: Path, launch: Callable[..., subprocess.Popen[str]], port: int
 ) -> None:
