@@ -169,6 +169,7 @@ def test_random_orders_beside_collectives(ranks: RankServer, world_size: int) ->
     assert sum(done) == 3 * 2 * (250 + 62)
 
 
+@pytest.mark.slow
 def test_thousands_outstanding(ranks: RankServer) -> None:
     assert sum(ranks.run(2, rounds, fresh_seed(), 5000, SMALL)) == 3 * 2 * (5000 + 1250)
 

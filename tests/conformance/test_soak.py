@@ -28,6 +28,7 @@ from tests.soak.rank import soak
 SHARES = {2: 3000, 3: 2500, 5: 1200, 8: 800}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("world_size", SHARES)
 def test_random_operations(ranks: RankServer, world_size: int) -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -73,6 +74,7 @@ print(accelerator.num_processes, type(dist.group.WORLD).__module__, file=sys.std
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_changes(tmp_path: Path) -> None:
     """Without an accelerator, `Accelerator()` joins the ranks of `phalanx run`."""
     script = tmp_path / "script.py"

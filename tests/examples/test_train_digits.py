@@ -108,6 +108,7 @@ def test_world_sizes_agree_with_one_process(script: Path, tmp_path: Path) -> Non
     assert run.losses == pytest.approx(expected[:STEPS_PER_EPOCH], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_reaches_97_percent_and_is_reproducible(script: Path, tmp_path: Path) -> None:
     full = train(script, tmp_path)
     assert full.accuracy >= 0.97
@@ -155,6 +156,7 @@ def test_reads_mnist(script: Path, tmp_path: Path, mnist: Path) -> None:
     assert run.losses[-1] < 0.8 * run.losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "message"),

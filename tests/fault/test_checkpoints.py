@@ -80,6 +80,7 @@ def kill_at_every_call(first: int, stride: int) -> dict[str, int]:
         shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_kill_at_every_system_call(ranks: RankServer) -> None:
     """The previous or the new checkpoint is usable, and the next save removes all leftovers."""

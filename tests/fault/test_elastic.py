@@ -254,6 +254,7 @@ def stops_in_its_update() -> None:
         os.kill(int(marker_file("stopped").read_text()), signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_a_rank_is_stopped_in_its_update(ranks: RankServer) -> None:
     ranks.run(2, stops_in_its_update, timeout=None)
 

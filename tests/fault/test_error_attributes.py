@@ -121,6 +121,7 @@ def fail_on_rank_1() -> None:
         dist.barrier()
 
 
+@pytest.mark.slow
 def test_launch_names_rank_and_job() -> None:
     with pytest.raises(phalanx.LaunchError) as raised:
         phalanx.launch(fail_on_rank_1, 2)

@@ -150,6 +150,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_death_that_the_agent_sees_first() -> None:
     """The agent stops the other ranks before the forwarder has seen which one failed."""
     command = [sys.executable, "-c", LATE_FORWARDER, *phalanx_run("killed", 2)[len(COMMAND) :]]
@@ -212,6 +213,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 # Only a launcher, and peers that fail because of it, record how a process ended.
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("scenario", "kind"), [("killed", "vanished"), ("busy", "busy")])

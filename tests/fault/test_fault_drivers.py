@@ -67,6 +67,7 @@ def test_replacements(tmp_path: Path, seed: int) -> None:
     assert trial.kills >= 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [None, servers.STALENESS])
 def test_servers(tmp_path: Path, seed: int, staleness: int | None) -> None:
     trial = servers.run(tmp_path, seed, kills=8, staleness=staleness)
@@ -76,6 +77,7 @@ def test_servers(tmp_path: Path, seed: int, staleness: int | None) -> None:
     assert trial.updates > 0
 
 
+@pytest.mark.slow
 def test_desyncs(pool: Pool, seed: int) -> None:
     drawn = [desyncs.draw(seed, number, 2, MOST) for number in range(5 * len(desyncs.FIELDS))]
     trials = [desyncs.run(pool, desync) for desync in drawn]
@@ -192,6 +194,7 @@ def test_a_trial_depends_only_on_seed_and_number(seed: int) -> None:
     assert fields == set(desyncs.FIELDS)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("command", "last"),

@@ -111,6 +111,7 @@ FULL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("launcher", ("run", "none"))
 @pytest.mark.parametrize(("mount", "reason"), FULL, ids=("full", "no inodes", "read-only"))

@@ -296,6 +296,7 @@ def joins_with(options: dict[str, Any], words: str) -> int:
     return size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "words"),
     (
@@ -341,6 +342,7 @@ def is_stopped() -> int:
     return size
 
 
+@pytest.mark.slow
 def test_a_stopped_host_is_left_behind(ranks: RankServer) -> None:
     run = ranks.start(3, is_stopped, timeout=None, hosts="abc")
     wait_for(lambda: all(Path(run.folder, f"done.{each}").exists() for each in (0, 2)))

@@ -110,6 +110,7 @@ def kill_at_step(ranks: RankServer, role: str, step: int, hosts: str) -> bool:
 HOSTS = pytest.mark.parametrize("hosts", ("", "aab"))
 
 
+@pytest.mark.slow
 @HOSTS
 @pytest.mark.parametrize("role", ROLES)
 def test_kills_at_random_steps(ranks: RankServer, role: str, hosts: str) -> None:

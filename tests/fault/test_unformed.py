@@ -66,6 +66,7 @@ def test_different_world_sizes(tmp_path: Path) -> None:
     assert {rank.ending for rank in job_reader.read_job().ranks[:2]} == {"failed"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("jobs")
 def test_a_rank_that_is_taken(tmp_path: Path) -> None:
     stderr = outputs_of([start(tmp_path, 0, 2, 3), start(tmp_path, 0, 2, 3)])
@@ -74,6 +75,7 @@ def test_a_rank_that_is_taken(tmp_path: Path) -> None:
         assert job_reader.read_summary(job).state == "failed"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("jobs")
 def test_missing_rank(tmp_path: Path) -> None:
     outputs_of([start(tmp_path, 0, 2, 1.2)])

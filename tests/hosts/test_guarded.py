@@ -92,6 +92,7 @@ class Host:
             self.process.wait()
 
 
+@pytest.mark.slow
 def test_connections_without_the_key_are_rejected(network: Network, tmp_path: Path) -> None:
     """They are rejected before and during the job, and the job is not affected."""
     right_key, wrong_key = tmp_path / "right", tmp_path / "wrong"

@@ -170,6 +170,7 @@ def run_all() -> str:
     return "left"
 
 
+@pytest.mark.slow
 def test_three_hosts(ranks: RankServer, network: Network) -> None:
     for each in start(ranks, network, "abca", run_all).join():
         assert each.value == "left"
@@ -241,6 +242,7 @@ def test_killed_worker(ranks: RankServer, network: Network) -> None:
         assert each.value
 
 
+@pytest.mark.slow
 def test_vanished_host(ranks: RankServer, network: Network) -> None:
     """The host vanishes without notification; only missing heartbeats reveal that."""
     run = start(ranks, network, "abc", check_loss, 2)

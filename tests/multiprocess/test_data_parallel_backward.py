@@ -175,6 +175,7 @@ def train_in_overlapping_groups(seed: int) -> None:
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["a", "aabb"])
 def test_overlapping_groups(ranks: RankServer, hosts: str, seed: int) -> None:
     ranks.run(4, train_in_overlapping_groups, seed, hosts=hosts)

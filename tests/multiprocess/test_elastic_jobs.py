@@ -212,6 +212,7 @@ def test_a_rank_that_fails_again_and_again_ends_the_job(run: Run) -> None:
     assert "the batch of step 5 is damaged" in err
 
 
+@pytest.mark.slow
 def test_a_newcomer_with_another_model_is_refused(run: Run) -> None:
     options = "--nproc-per-node 2 --elastic --max-restarts 2"
     code, _, err = run("1:5:other", options=options)

@@ -63,6 +63,7 @@ def steps(count: int = 5, timeout: float = 20.0) -> list[float]:
         return results
 
 
+@pytest.mark.slow
 def test_without_faults(runner: FaultRunner) -> None:
     result = runner.run(steps, 3, (2,))
     assert result.values == {rank: [3.0, 3.0] for rank in range(3)}
@@ -358,6 +359,7 @@ def test_no_process_file_or_record_remains(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_server_ends_with_its_client() -> None:
     script = (
         "from phalanx.testing import FaultRunner; runner = FaultRunner()\n"

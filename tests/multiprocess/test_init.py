@@ -52,6 +52,7 @@ def test_use_an_existing_group_and_keep_it(alone):
     assert dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_model_outlives_its_session_on_gloo():
     """A thread of Gloo still needs the GIL when the model of a left group is destroyed."""
     program = """

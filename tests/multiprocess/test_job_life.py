@@ -268,6 +268,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ("spawn", "fork"))
 @pytest.mark.parametrize("fail", ("fail", "end"))

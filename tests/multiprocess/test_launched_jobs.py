@@ -160,6 +160,7 @@ def test_a_stopped_run_is_kept(command: Command, number: signal.Signals) -> None
     assert all(rank.start.ended for rank in read.ranks if rank.start)
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_and_its_ranks(command: Command) -> None:
     run = command.start("run", "--nproc-per-node", 3, command.script(WAIT_FOR_GO))
     command.wait_for("ready0", "ready1", "ready2")
@@ -199,6 +200,7 @@ def test_restarts_are_one_job(command: Command, jobs: Path) -> None:
     assert list(jobs.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_job_without_a_group_is_not_explained(command: Command) -> None:
     code, _, err = command.run("run", "--nproc-per-node", 2, command.script("raise SystemExit(3)"))
     assert code == 3
@@ -239,6 +241,7 @@ def test_old_jobs_are_removed_when_a_new_one_starts(
     assert command.run("jobs", "--remove-ended")[1] == "nothing to remove: no job has ended\n"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("variable", "value"),
@@ -273,6 +276,7 @@ def test_help_of_jobs_does_not_import_torch() -> None:
         assert all(word in done.stdout for word in words)
 
 
+@pytest.mark.slow
 def test_output_of_jobs_is_escaped(command: Command, jobs: Path) -> None:
     malicious = "\x1b[2J\u202e\n[bold]x"
     code, _, _ = command.run("run", "--nproc-per-node", 1, command.script("sys"), malicious)
@@ -289,6 +293,7 @@ def test_output_of_jobs_is_escaped(command: Command, jobs: Path) -> None:
     assert "20261121-0901-k3f9x2 is a symbolic link, expected a directory" in err
 
 
+@pytest.mark.slow
 def test_phalanx_launch(jobs: Path) -> None:
     def rank(fail: bool) -> str:
         import torch
@@ -320,6 +325,7 @@ def test_phalanx_launch(jobs: Path) -> None:
     assert not job.running
 
 
+@pytest.mark.slow
 def test_interrupted_phalanx_launch(jobs: Path, tmp_path: Path) -> None:
     code = (
         "import phalanx, sys, time, pathlib\n"

@@ -56,6 +56,7 @@ def point_to(port: int) -> None:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_under_a_launcher(command: str, tmp_path: Path, jobs: Path) -> None:

@@ -166,6 +166,7 @@ def test_only_named_backends_are_replaced(tmp_path: Path) -> None:
     assert out.count("ran on torch") == 2
 
 
+@pytest.mark.slow
 def test_a_wrong_name(tmp_path: Path) -> None:
     code, out, err = run(tmp_path / "script.py", DEFAULT, "--replace", "glo")
     assert (code, out) == (2, "")
@@ -175,6 +176,7 @@ def test_a_wrong_name(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_ranks_of_a_launch_inherit_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     def backend() -> tuple[str, str]:
         import torch

@@ -70,6 +70,7 @@ def read_job() -> Job:
     return jobs[0]
 
 
+@pytest.mark.slow
 def test_hanging_callee(job: subprocess.Popen[str], tmp_path: Path) -> None:
     wait_for(lambda: list(tmp_path.glob("slow*")), LIMIT)
     job_state = read_job()

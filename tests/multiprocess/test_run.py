@@ -163,6 +163,7 @@ def test_report_names_the_rank_that_failed_first(phalanx, script, action, code, 
     assert len(rest) < 20
 
 
+@pytest.mark.slow
 def test_an_earlier_consequence_does_not_mask_the_cause(phalanx, script):
     name = script(
         """
@@ -186,6 +187,7 @@ sys.exit(5)
     assert re.match(r"  after it, rank 0 .*ConnectionResetError", lines[-1])
 
 
+@pytest.mark.slow
 def test_ranks_that_ignore_sigterm_are_killed(phalanx, script):
     name = script(
         """
@@ -204,6 +206,7 @@ time.sleep(50)
     assert launcher_lines(err)[-1] == "  stopped because of it: rank 1"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_rank_outlives_the_agent(phalanx, script, number):
@@ -232,6 +235,7 @@ def test_restart_after_a_failure(phalanx, script):
     assert lines[-1] == "  restarting all ranks"
 
 
+@pytest.mark.slow
 def test_modules_programs_and_log_files(phalanx, script):
     script("print('module', sys.argv[1:])", "some_module.py")
     code, out, err = phalanx("run", "--nproc_per_node=1", "-m", "some_module", "-m", "x")
@@ -246,6 +250,7 @@ def test_modules_programs_and_log_files(phalanx, script):
     assert logs == ["module []\n"] * 2
 
 
+@pytest.mark.slow
 def test_a_closed_output_ends_the_ranks(phalanx, script):
     name = script("while True: print('more')\n")
     process = phalanx.start("run", "--nproc-per-node", "1", name)
@@ -300,6 +305,7 @@ def test_invalid_arguments(arguments, message, tmp_path, monkeypatch):
         make_job(parse_arguments(arguments.split()))
 
 
+@pytest.mark.slow
 def test_a_signal_at_the_end_of_the_job(script, tmp_path):
     """The signal arrives when all ranks have exited."""
     code = (
@@ -352,6 +358,7 @@ def test_an_unknown_rendezvous_backend(tmp_path, monkeypatch):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -365,6 +372,7 @@ def test_an_invalid_argument_is_one_line(phalanx, arguments, message):
     assert err.startswith(message)
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_one_line(phalanx, script):
     name = script("")
     with socket.create_server(("0.0.0.0", 0)) as taken:

@@ -118,6 +118,7 @@ def test_no_warning_of_pytorch(ranks: RankServer, hosts: str, tmp_path: Path) ->
     ranks.run(2, main_paths, str(tmp_path / "checkpoints"), hosts=hosts)
 
 
+@pytest.mark.slow
 def test_no_warning_of_pytorch_in_a_launched_job(tmp_path: Path) -> None:
     """This includes the launcher and `import torch`."""
     script = tmp_path / "script.py"

@@ -173,6 +173,7 @@ def test_user_timeout_of_all_services_but_the_relay(
     assert limits == {"join": 30_000, "store": 30_000, "relay": 0}
 
 
+@pytest.mark.slow
 def test_a_proof_cannot_be_replayed(
     guarded_store: GuardedStore, make_client: Callable[..., TunnelClient]
 ) -> None:

@@ -39,6 +39,7 @@ def can_hide_proc() -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("reason", UNFIT_HOSTS)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -181,6 +182,7 @@ def number(one: perfetto_reader.ParsedSlice) -> int:
     return value
 
 
+@pytest.mark.slow
 def test_watch_ends_with_the_job(ranks: RankServer, jobs: Path) -> None:
     with start_training(ranks, jobs, 2) as run:
         watch = subprocess.Popen(
@@ -196,6 +198,7 @@ def test_watch_ends_with_the_job(ranks: RankServer, jobs: Path) -> None:
     assert {one["job"] for one in readings} == {first["job"]}
 
 
+@pytest.mark.slow
 def test_watch_reports_how_a_job_failed(ranks: RankServer, jobs: Path) -> None:
     with (
         start_training(ranks, jobs, 2) as run,
@@ -211,6 +214,7 @@ def test_watch_reports_how_a_job_failed(ranks: RankServer, jobs: Path) -> None:
     assert any(re.match(r" +1 .* (was in|after) ", line) for line in table), table
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_watch_and_not_the_job(ranks: RankServer, jobs: Path) -> None:
     with start_training(ranks, jobs, 2) as run:
         with Terminal("watch", "--interval", "0.2") as terminal:
@@ -264,6 +268,7 @@ class Terminal:
         return self.process.poll() is not None
 
 
+@pytest.mark.slow
 def test_a_missing_job_is_named(jobs: Path) -> None:
     for name in ("watch", "trace"):
         ended = subprocess.run(
