@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import pickle
+import random
 import re
 import signal
 import threading
@@ -19,7 +20,10 @@ from phalanx import rpc
 from phalanx.errors import CallTimeout, PeerLost, UsageError
 from phalanx.rpc import local_connection
 from phalanx.rpc.agent import agent
+from phalanx.rpc.reference_counting import OwnedValue, OwnedValues, RefCountDelta
+from phalanx.rpc.server import RpcServer
 from tests.ranks import RankServer
+from tests.seeds import fresh_seed
 from tests.waiting import stop, wait_for
 
 
@@ -200,6 +204,54 @@ def test_references_passed_repeatedly(ranks: RankServer) -> None:
 
 def test_references_between_hosts(ranks: RankServer) -> None:
     ranks.run(3, run_as_worker, check_counts, hosts="ab")
+
+
+# ---- order ----
+
+
+def give(owner: str) -> rpc.RRef[torch.Tensor]:
+    return rpc.remote(owner, torch.add, args=(torch.ones(2, 2), 1))
+
+
+def pass_on(rref: rpc.RRef[torch.Tensor]) -> rpc.RRef[torch.Tensor]:
+    return rref
+
+
+def pause_at_hand_overs(seed: int) -> None:
+    """Let each thread that handles a request, or counts a reference, lose its core for a while."""
+    chosen, handle, apply = random.Random(seed), RpcServer._handle, OwnedValues.apply
+
+    def pausing_handle(self: RpcServer, *arguments: Any) -> None:
+        time.sleep(chosen.choice((0, 0, 0.002, 0.005)))
+        handle(self, *arguments)
+
+    def pausing_apply(self: OwnedValues, delta: RefCountDelta) -> OwnedValue | None:
+        time.sleep(chosen.choice((0, 0.005)) if delta.amount > 0 else 0)
+        return apply(self, delta)
+
+    RpcServer._handle = pausing_handle  # type: ignore[method-assign]
+    OwnedValues.apply = pausing_apply  # type: ignore[method-assign]
+
+
+def check_order() -> None:
+    """Values of worker 2 reach this worker by way of worker 1, and back, and none is lost."""
+    for number in range(60):
+        rref = rpc.rpc_sync(1, give, ("worker-2",))
+        if number % 2:
+            rref = rpc.rpc_sync(1, pass_on, (rref,))
+        assert rref.to_here().sum() == 8
+    del rref
+    wait_for(lambda: rpc.rpc_sync(2, owned_count) == 0)
+
+
+def run_with_pauses(seed: int) -> None:
+    pause_at_hand_overs(seed + int(os.environ["RANK"]))
+    run_as_worker(check_order)
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aab"])
+def test_no_value_is_lost(ranks: RankServer, hosts: str) -> None:
+    ranks.run(3, run_with_pauses, fresh_seed(), timeout=None, hosts=hosts)
 
 
 # ---- death ----

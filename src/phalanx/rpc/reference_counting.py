@@ -2,11 +2,12 @@
 
 The owner of a value counts references by worker, and frees the value when all counts are zero. A
 worker that passes on a reference reports that to the owner itself, before it sends the message with
-the reference. The owner receives the reports of one worker in order. So a reference in transit is
-counted before its sender can release its own. The receiver may release the reference before the
-owner knows that it ever held one: its count is then below zero for a while, while the sender's is
-still above. So no worker waits for another one, and passing a reference costs one message without
-an answer. (This is weighted reference counting, Bevan 1987, with the counts kept by the owner.)
+the reference. The owner applies the reports of one worker in their order, in the thread that
+receives them. So a reference in transit is counted before its sender can release its own. The
+receiver may release the reference before the owner knows that it ever held one: its count is then
+below zero for a while, while the sender's is still above. So no worker waits for another one, and
+passing a reference costs one message without an answer. (This is weighted reference counting, Bevan
+1987, with the counts kept by the owner.)
 
 References of a dead worker no longer count.
 """
@@ -103,18 +104,34 @@ class OwnedValues:
             value = self._values[rref_id] = OwnedValue()
         return value
 
-    def apply(self, delta: RefCountDelta) -> None:
-        """Apply a change in references; the end of the last one frees the value."""
+    def begin(self, rref_id: RRefId, holder: int) -> OwnedValue:
+        """Return a value that is to be created, with the first reference of its creator."""
+        with self._lock:
+            value = self._get_or_create(rref_id)
+            if holder not in self._lost_workers:
+                self._count(value, RefCountDelta(rref_id, holder, 1))
+            return value
+
+    def apply(self, delta: RefCountDelta) -> OwnedValue | None:
+        """Apply a change in references.
+
+        Returns:
+            The value, if that was the end of its last reference. It is freed with this result,
+            which may run the user's code.
+        """
         with self._lock:
             if delta.holder in self._lost_workers:
-                return
+                return None
             value = self._get_or_create(delta.rref_id)
-            count = value.holders.pop(delta.holder, 0) + delta.amount
-            if count:
-                value.holders[delta.holder] = count
-            elif not value.holders:
-                del self._values[delta.rref_id]
-        # The value is freed here, without the lock, since that may run the user's code.
+            self._count(value, delta)
+            return None if delta.rref_id in self._values else value
+
+    def _count(self, value: OwnedValue, delta: RefCountDelta) -> None:
+        count = value.holders.pop(delta.holder, 0) + delta.amount
+        if count:
+            value.holders[delta.holder] = count
+        elif not value.holders:
+            del self._values[delta.rref_id]
 
     def forget(self, worker: int) -> None:
         """Drop the references of a dead worker."""

@@ -102,22 +102,30 @@ class RpcServer:
     def _submit(self, requests: Iterable[tuple[Callable[[Frames], None], Frames]]) -> None:
         """Queue requests, each with the function that sends its answer.
 
-        The announcement that a worker leaves is handled at once: if its process has died since, the
-        worker must not count as dead.
+        Threads take them from the queue in order, and may overtake one another then. What must keep
+        the order of its sender is done at once: changes in references, the first one with the
+        creation of a value; and the announcement that a worker leaves: if its process has died
+        since, it must not count as dead.
         """
         work = []
         for answer, frames in requests:
             message = self._agent.parse(frames)
             if message is None:
                 continue
-            handle = partial(self._handle, answer, message)
-            if message.kind is Kind.LEAVE:
+            created = None
+            if message.kind is Kind.REMOTE:
+                rref_id = RRefId(message.source, message.extra)
+                created = self._agent.owned_values.begin(rref_id, message.source)
+            handle = partial(self._handle, answer, message, created)
+            if message.kind in _IN_ORDER:
                 handle()
             else:
                 work.append(handle)
         self._reactor.submit(*work)
 
-    def _handle(self, answer: Callable[[Frames], None], message: Message) -> None:
+    def _handle(
+        self, answer: Callable[[Frames], None], message: Message, created: OwnedValue | None
+    ) -> None:
         """Handle a request and send its answer; an exception is sent back too."""
         agent = self._agent
         if message.kind in ANSWERS:
@@ -126,7 +134,7 @@ class RpcServer:
         agent.count_activity(message.kind)
         incoming, call = agent.call_log.incoming, (message.source, message.call)
         incoming[call] = time.monotonic()
-        reply = _Reply(agent, message, agent.peers[message.source], answer)
+        reply = _Reply(agent, message, agent.peers[message.source], answer, created)
         try:
             _HANDLERS[message.kind](reply)
         except BaseException as error:  # noqa: BLE001 - the caller raises it
@@ -144,9 +152,16 @@ class _Reply:
     """A request and the means to answer it."""
 
     def __init__(
-        self, agent: Agent, message: Message, peer: Peer, answer: Callable[[Frames], None]
+        self,
+        agent: Agent,
+        message: Message,
+        peer: Peer,
+        answer: Callable[[Frames], None],
+        created: OwnedValue | None,
     ) -> None:
         self.agent, self.message, self.peer, self._answer = agent, message, peer, answer
+        self.created = created
+        """The value that the request creates."""
         self.grad = True
         """True if the caller records gradients."""
 
@@ -226,10 +241,9 @@ def _call(reply: _Reply) -> None:
 
 
 def _remote(reply: _Reply) -> None:
-    rref_id = RRefId(reply.message.source, reply.message.extra)
-    value = reply.agent.owned_values.get_or_create(rref_id)
-    reply.agent.owned_values.apply(RefCountDelta(rref_id, reply.message.source, 1))
+    value, reply.created = cast(OwnedValue, reply.created), None
     value.complete(partial(_run_function, reply))
+    del value  # its creator may have released it meanwhile
     reply.send_result(None)
 
 
@@ -244,7 +258,10 @@ def _apply_ref_count(reply: _Reply) -> None:
     (created_on, local_id), holder, amount = reply.body()
     # An id of anything but numbers would stay in the table forever.
     delta = RefCountDelta(RRefId(int(created_on), int(local_id)), int(holder), int(amount))
-    reply.agent.owned_values.apply(delta)
+    # The end of a value may run the user's code, which must not delay what arrives.
+    released = [reply.agent.owned_values.apply(delta)]
+    if released[0] is not None:
+        reply.agent.reactor.submit(released.clear)
 
 
 def _arrive(reply: _Reply) -> None:
@@ -263,6 +280,7 @@ def _reclaim_blocks(reply: _Reply) -> None:
         reply.agent.shm_sender.reclaim(int(segment), int(block), reply.message.source)
 
 
+_IN_ORDER = frozenset((Kind.REF_COUNT, Kind.LEAVE))
 _SILENT = frozenset((Kind.REF_COUNT, Kind.LEAVE, Kind.FREE_BLOCKS))
 _HANDLERS: dict[Kind, Callable[[_Reply], None]] = {
     Kind.CALL: _call,
