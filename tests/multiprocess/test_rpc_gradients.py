@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -188,6 +191,89 @@ def check_containers() -> None:
             del received, found, cycle
             wait_until_free([0, 1])
         dist.barrier()
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Any
+
+
+@dataclass(frozen=True)
+class Weights:
+    weight: Tensor
+    others: Any = ()
+
+
+class Model(nn.Module):
+    """A module with another reference to its parameters, as nn.LSTM has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1, dtype=torch.float64)
+        self.alias = [self.linear.weight]
+
+
+def put_into(kind: str, weight: Tensor) -> Any:
+    return {
+        "OrderedDict": lambda: OrderedDict(weight=weight),
+        "defaultdict": lambda: defaultdict(list, weight=[weight]),
+        "deque": lambda: deque([weight]),
+        "set": lambda: {weight},
+        "namedtuple": lambda: Pair(weight, [1]),
+        "dataclass": lambda: Weights(weight, {"more": (weight,)}),
+        "SimpleNamespace": lambda: SimpleNamespace(weight=weight),
+        "nested": lambda: [OrderedDict(pair=Pair(torch.ones(1), Weights(weight)))],
+    }[kind]()
+
+
+def find_tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return find_tensors(list(value.values()))
+    if isinstance(value, (Weights, SimpleNamespace)):
+        return find_tensors(vars(value))
+    if isinstance(value, (list, tuple, set, deque)):
+        return [tensor for each in value for tensor in find_tensors(each)]
+    return []
+
+
+def sum_of(container: Any) -> Tensor:
+    return torch.stack([each.double().sum() for each in find_tensors(container)]).sum()
+
+
+def is_whole(model: Model, optimizer: torch.optim.Optimizer) -> list[bool]:
+    (group,) = optimizer.param_groups
+    return [
+        isinstance(model.linear.weight, nn.Parameter),
+        model.alias[0] is model.linear.weight,
+        group["params"][0] is model.linear.weight,
+    ]
+
+
+def check_other_containers(kind: str) -> None:
+    with worker() as rank:
+        if rank == 0:
+            weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+            rpc.rpc_sync("w1", sum_of, (put_into(kind, weight),)).backward()
+            count = sum(each is weight for each in find_tensors(put_into(kind, weight)))
+            assert weight.grad is not None
+            assert weight.grad.tolist() == [float(count)] * 4
+            model = Model()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            assert rpc.rpc_sync("w1", is_whole, (model, optimizer)) == [True] * 3
+            with pytest.raises(UsageError, match="a parameter of a Model is sent beside it"):
+                rpc.rpc_sync("w1", echo, (Weights(model.linear.weight, model),))
+            wait_until_free([0, 1])
+        dist.barrier()
+
+
+CONTAINERS = ("OrderedDict", "defaultdict", "deque", "set", "namedtuple", "dataclass")
+
+
+@pytest.mark.parametrize("kind", (*CONTAINERS, "SimpleNamespace", "nested"))
+def test_parameters_in_any_container_get_gradients(ranks: RankServer, kind: str) -> None:
+    ranks.run(2, check_other_containers, kind)
 
 
 def echo(value: Any, *_: object) -> Any:

@@ -100,6 +100,10 @@ class _Pickler(CodePickler):
     ) -> None:
         super().__init__(file, protocol=5)
         self._pickle_context, self._refuse_parameters = pickle_context, refuse_parameters
+        self._copied_parameters: set[int] = set()
+        """The ids of parameters of modules and optimizers, which arrive as parameters."""
+        self._linked_parameters: set[int] = set()
+        """The ids of parameters that arrive as tensors whose gradients come back."""
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -108,9 +112,9 @@ class _Pickler(CodePickler):
         if kind is Tensor and (reduced := self._reduce_tensor(obj)) is not NotImplemented:
             return reduced
         if kind is nn.Parameter and obj.layout is torch.strided:
-            if self._refuse_parameters and obj.requires_grad:
-                raise _ParameterFound
-            return _make_parameter, (obj.detach(), obj.requires_grad)
+            return self._reduce_parameter(obj)
+        if isinstance(obj, (nn.Module, torch.optim.Optimizer)):
+            self._copy_parameters(obj)
         if self._pickle_context.peer.same_main and isinstance(obj, (type, types.FunctionType)):
             name = obj.__qualname__
             if obj.__module__ in _MAINS and _find_in_main(name) is obj:
@@ -125,6 +129,34 @@ class _Pickler(CodePickler):
         if isinstance(obj, torch.jit.ScriptModule):
             return _load_script_module, (obj.save_to_buffer(_extra_files={}),)
         return super().reducer_override(obj)
+
+    def _reduce_parameter(self, parameter: nn.Parameter) -> Any:
+        if parameter.requires_grad and torch.is_grad_enabled():
+            if self._refuse_parameters:
+                raise _ParameterFound
+            if id(parameter) not in self._copied_parameters:
+                self._linked_parameters.add(id(parameter))
+                return self._reduce_tensor(parameter.view_as(parameter))
+        return _make_parameter, (parameter.detach(), parameter.requires_grad)
+
+    def _copy_parameters(self, owner: nn.Module | torch.optim.Optimizer) -> None:
+        """Send the parameters of a module or an optimizer as parameters, wherever it refers to them.
+
+        Raises:
+            UsageError: One of them was sent before, from a container of another type than a list,
+                a tuple or a dict.
+        """
+        if isinstance(owner, nn.Module):
+            parameters = list(owner.parameters())
+        else:
+            parameters = [each for group in owner.param_groups for each in group["params"]]
+        numbers = set(map(id, parameters))
+        if numbers & self._linked_parameters:
+            raise UsageError(
+                f"a parameter of a {type(owner).__name__} is sent beside it, where its gradient "
+                "comes back, but not in a list, tuple or dict: put it into one of these"
+            )
+        self._copied_parameters |= numbers
 
     def _reduce_script_function(self, function: Any) -> Any:
         """Reduce to a reference if the name leads to it, else to code, name and defaults."""
@@ -236,8 +268,8 @@ def _replace_parameters(value: Any, memo: dict[int, Any]) -> Any:
     """Replace parameters by nodes of the graph, so that their gradients come back to them.
 
     Args:
-        value: A parameter, or a tuple, list or dict of such values; parameters in other objects
-            (modules) are not replaced.
+        value: A parameter, or a tuple, list or dict of such values. The pickler replaces those in
+            other containers, and leaves those of modules and optimizers.
         memo: The replacements by id, so that one object stays one object.
     """
     kind = type(value)
