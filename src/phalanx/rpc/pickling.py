@@ -140,7 +140,7 @@ class _Pickler(CodePickler):
         return _make_parameter, (parameter.detach(), parameter.requires_grad)
 
     def _copy_parameters(self, owner: nn.Module | torch.optim.Optimizer) -> None:
-        """Send the parameters of a module or an optimizer as parameters, wherever it refers to them.
+        """Send the parameters of a module or an optimizer as parameters, wherever they occur.
 
         Raises:
             UsageError: One of them was sent before, from a container of another type than a list,
