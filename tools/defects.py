@@ -207,8 +207,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         name="value-freed-while-others-refer-to-it",
         file="rpc/reference_counting.py",
-        old="            elif not value.holders:\n",
-        new="            else:\n",
+        old="        elif not value.holders:\n",
+        new="        else:\n",
         tests=("multiprocess/test_rpc_references.py",),
     ),
     Defect(

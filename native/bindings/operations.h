@@ -244,11 +244,15 @@ struct AllGatherOperation : CollectiveOperation {
   Operand input;
   std::vector<Address> outputs;
 
+  std::vector<std::uint64_t> equal_counts() const {
+    return std::vector<std::uint64_t>(outputs.size(), input.count);
+  }
   bool parse(Arguments& arguments) {
     return arguments.count_is(3) && arguments.options(2, layout) &&
            arguments.single_tensor(1, subject, input) &&
            arguments.tensor_per_rank(0, input, outputs) &&
-           !is_misplaced(input.address, outputs, input.bytes(), arguments.rank());
+           !is_misplaced(input.address, outputs, input.bytes(), arguments.rank()) &&
+           !have_common_memory(outputs, equal_counts(), size_of(input.dtype));
   }
   Status run(Core& core, const Bounds& bounds) const {
     return all_gather(core.group, pointer(input.address), pointers(outputs), input.count,
@@ -265,12 +269,16 @@ struct GatherOperation : CollectiveOperation {
   Operand input;
   std::vector<Address> outputs;
 
+  std::vector<std::uint64_t> equal_counts() const {
+    return std::vector<std::uint64_t>(outputs.size(), input.count);
+  }
   bool parse(Arguments& arguments) {
     return arguments.count_is(3) && arguments.options(2, layout) && arguments.root(root) &&
            arguments.single_tensor(1, subject, input) &&
            (root != arguments.rank() ||
             (arguments.tensor_per_rank(0, input, outputs) &&
-             !is_misplaced(input.address, outputs, input.bytes(), root)));
+             !is_misplaced(input.address, outputs, input.bytes(), root) &&
+             !have_common_memory(outputs, equal_counts(), size_of(input.dtype))));
   }
   Status run(Core& core, const Bounds& bounds) const {
     return gather(core.group, pointer(input.address), pointers(outputs), input.count, input.dtype,
@@ -463,7 +471,8 @@ struct AllToAllOperation : CollectiveOperation {
     subject = nb::borrow(PyList_GetItem(arguments[1], 0));
     const auto own = static_cast<std::size_t>(arguments.rank());
     return input_counts[own] == output_counts[own] &&
-           !overlap(inputs, input_counts, outputs, output_counts, *dtype);
+           !overlap(inputs, input_counts, outputs, output_counts, *dtype) &&
+           !have_common_memory(outputs, output_counts, size_of(*dtype));
   }
   Status run(Core& core, const Bounds& bounds) const {
     const Splits own{.inputs = pointers(inputs),

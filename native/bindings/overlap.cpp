@@ -39,8 +39,8 @@ bool overlap(const std::vector<Address>& inputs, const std::vector<std::uint64_t
 }
 
 bool have_common_memory(const std::vector<Address>& starts,
-                        const std::vector<std::uint64_t>& sizes) {
-  std::vector<Memory> ordered = memory_of(starts, sizes, 1);
+                        const std::vector<std::uint64_t>& counts, std::size_t size) {
+  std::vector<Memory> ordered = memory_of(starts, counts, size);
   std::ranges::sort(ordered, {}, &Memory::begin);
   const auto meet = [](const Memory& one, const Memory& next) { return next.begin < one.end; };
   return std::ranges::adjacent_find(ordered, meet) != ordered.end();
@@ -66,7 +66,12 @@ void bind_overlap(nb::module_& module) {
       },
       nb::arg("inputs"), nb::arg("input_counts"), nb::arg("outputs"), nb::arg("output_counts"),
       nb::arg("dtype"));
-  module.def("have_common_memory", &have_common_memory, nb::arg("starts"), nb::arg("sizes"));
+  module.def(
+      "have_common_memory",
+      [](const std::vector<Address>& starts, const std::vector<std::uint64_t>& sizes) {
+        return have_common_memory(starts, sizes, 1);
+      },
+      nb::arg("starts"), nb::arg("sizes"));
   module.def(
       "is_misplaced",
       [](Address part, const std::vector<Address>& parts, std::size_t count, int dtype, int rank) {

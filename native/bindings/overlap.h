@@ -10,9 +10,9 @@ bool overlap(const std::vector<Address>& inputs, const std::vector<std::uint64_t
              const std::vector<Address>& outputs, const std::vector<std::uint64_t>& output_counts,
              DType dtype);
 
-// Whether two of several parts, of so many bytes each, share memory.
+// Whether two of several parts share memory. Counts are in elements of `size` bytes.
 bool have_common_memory(const std::vector<Address>& starts,
-                        const std::vector<std::uint64_t>& sizes);
+                        const std::vector<std::uint64_t>& counts, std::size_t size);
 
 // Whether one of the parts, of `bytes` each, overlaps `part` without being exactly part `rank`.
 bool is_misplaced(Address part, const std::vector<Address>& parts, std::size_t bytes, int rank);

@@ -251,7 +251,7 @@ def run_with_pauses(seed: int) -> None:
 
 @pytest.mark.parametrize("hosts", ["aaa", "aab"])
 def test_no_value_is_lost(ranks: RankServer, hosts: str) -> None:
-    ranks.run(3, run_with_pauses, fresh_seed(), timeout=None, hosts=hosts)
+    ranks.run(3, run_with_pauses, fresh_seed(), hosts=hosts)
 
 
 # ---- death ----
