@@ -38,7 +38,7 @@ WAITS: dict[str, Callable[[], object]] = {
     "uneven all_gather": lambda: dist.all_gather(
         [torch.zeros(1), *run_on_each_rank(2)[1:]], torch.zeros(min(2, dist.get_rank() + 1))
     ),
-    "coalesced": lambda: dist.all_reduce_coalesced([torch.zeros(3)] * 2),
+    "coalesced": lambda: dist.all_reduce_coalesced([torch.zeros(3), torch.zeros(3)]),
     "recv": lambda: dist.recv(torch.zeros(10), 0),
     "recv from any": lambda: dist.recv(torch.zeros(10)),
     "large send": lambda: dist.send(torch.zeros(2**20), 0),
