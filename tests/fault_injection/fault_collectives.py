@@ -15,6 +15,7 @@ import phalanx
 from tests.fault_injection.faults import Body, leave_and_sleep, make_case, mark_fault
 
 _BRANCH = "conditions that lead"
+_TENSOR = "needs tensors of one dtype"
 _MORE = "call more operations than it does"
 
 
@@ -115,9 +116,9 @@ CASES = (
         4,
         _disagree(2, lambda: _all_reduce(99), _SUM),
         2,
-        "branch",
-        r"Rank 2 .*\[99\].*\[100\]",
-        _BRANCH,
+        "tensor",
+        r"different sizes.*rank 2 float32\[99\].*\[100\]",
+        _TENSOR,
     ),
     make_case("dtype", 3, _disagree(0, _DOUBLE, _SUM), 0, "branch", "Rank 0 .*float64", _BRANCH),
     make_case("operator", 3, _disagree(1, _MAX, _SUM), 1, "branch", "Rank 1 .*MAX.*SUM", _BRANCH),
@@ -151,9 +152,9 @@ CASES = (
             lambda: _all_reduce(async_op=True).wait(),
         ),
         1,
-        "branch",
-        r"Rank 1 .*\[9\].*\[100\]",
-        _BRANCH,
+        "tensor",
+        r"different sizes.*rank 1 float32\[9\].*\[100\]",
+        _TENSOR,
     ),
     make_case(
         "order_of_groups",

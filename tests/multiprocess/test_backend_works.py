@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
+import sys
 import threading
 import time
 import weakref
@@ -196,6 +197,12 @@ def callbacks() -> None:
     work = dist.all_reduce(torch.ones(1), async_op=True)
     work.wait()
     assert work.get_future().then(lambda done: done.value()[0].item()).wait() == world_size
+    # An error of a callback says where it was raised.
+    failed = work.get_future().then(lambda done: done.value()[0].nothing)
+    with pytest.raises(AttributeError, match="nothing") as caught:
+        failed.then(lambda done: done.wait()).wait()
+    if sys.version_info >= (3, 11):
+        assert 'test_backend_works.py", line' in caught.value.__notes__[0]
     # Futures of messages.
     seen = threading.Event()
     received = torch.zeros(3)

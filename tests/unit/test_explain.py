@@ -102,6 +102,15 @@ def test_a_branch_names_both_call_sites() -> None:
     assert line.endswith("float32[10] SUM at train.py:40.")
 
 
+def test_different_sizes_at_one_line() -> None:
+    builder = JobBuilder(4).run_collectives().begin([0, 1, 3], count=4).begin(2, count=3)
+    report = builder.advance(0.1).end(outcome="mismatch")
+    (line,) = first_lines(report)
+    assert line.startswith("Ranks gave all_reduce #2 at train.py:40 tensors of different sizes at ")
+    assert line.endswith(": rank 2 float32[3] and ranks 0, 1, 3 float32[4].")
+    assert "pad it" in as_text(report.build())
+
+
 def test_an_unsent_message_names_both_ranks_and_the_message_sent_instead() -> None:
     builder = JobBuilder(3).run_collectives().begin(0, "send", peer=1, tag=8, site="a.py:7").end(0)
     builder.begin(1, "recv", peer=0, tag=7, site="a.py:9").begin(0, "barrier", waiting_for=1)

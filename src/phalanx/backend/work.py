@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -434,12 +436,20 @@ class WorkFuture(Future[Any]):
             try:
                 value = callback(self)
             except Exception as error:  # noqa: BLE001 - raised again by the child's wait
+                _note_origin(error)
                 child.fail(error)
             else:
                 child.set_result(value)
 
         self.add_done_callback(run)
         return child
+
+
+def _note_origin(error: BaseException) -> None:
+    """Note where a callback raised an error, whose copies have no traceback."""
+    if sys.version_info >= (3, 11):  # older versions have no notes
+        frames = "".join(traceback.format_tb(error.__traceback__)[1:]).rstrip()
+        error.add_note(f"Raised by a callback of then():\n{frames}")
 
 
 class _FailedValue:

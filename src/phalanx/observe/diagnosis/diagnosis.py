@@ -63,9 +63,9 @@ class Diagnosis:
 
     Attributes:
         graph: The state of the job that the diagnosis explains.
-        ranks: The numbers of the ranks at fault. For `branch`, `order` and `deadlock`: the ranks in
-            the minority, or all ranks concerned if there is no minority. For `unsent`: the waiting
-            ranks.
+        ranks: The numbers of the ranks at fault. For `branch`, `tensor`, `order` and `deadlock`:
+            the ranks in the minority, or all ranks concerned if there is no minority. For `unsent`:
+            the waiting ranks.
         since: The time at which the state began, in nanoseconds of the monotonic clock; 0 if
             unknown.
         sides: The ranks by the point of the program that they had reached: those at fault first,

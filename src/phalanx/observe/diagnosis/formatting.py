@@ -89,13 +89,18 @@ def format_call_site(operation: Operation) -> str:
     return escape(os.path.basename(operation.site), 60)
 
 
+def format_tensor(operation: Operation) -> str:
+    """Describe the tensor of an operation: "float32[1024]"."""
+    return f"{escape(operation.dtype, 20)}[{operation.count}]"
+
+
 def format_operation(graph: WaitForGraph, rank: int, operation: Operation) -> str:
     """Describe an operation of a rank: 'all_reduce #41 float32[1024] SUM in group "pair"'."""
     parts = [_format_kind(operation)]
     if operation.kind == "join":
         return parts[0]
     if operation.dtype:
-        parts.append(f"{escape(operation.dtype, 20)}[{operation.count}]")
+        parts.append(format_tensor(operation))
     if operation.op:
         parts.append(escape(operation.op, 20))
     group = graph.ranks[rank].get_group(operation)

@@ -9,7 +9,12 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from phalanx.observe.diagnosis.diagnosis import CHECK_BRANCHES, Diagnosis, Side, build_sides
-from phalanx.observe.diagnosis.formatting import format_ranks, join_texts
+from phalanx.observe.diagnosis.formatting import (
+    format_call_site,
+    format_ranks,
+    format_tensor,
+    join_texts,
+)
 from phalanx.observe.exit_reasons import get_phalanx_error
 
 if TYPE_CHECKING:
@@ -49,7 +54,8 @@ class MismatchedOperation(Diagnosis):
         latest = [n for n, sequence in sequences.items() if sequence == max(sequences.values())]
         sides = _build_mismatch_sides(graph, latest or failed)
         at_fault = _find_minority_callers(sides)
-        return cls(graph, at_fault, graph.moment, sides, reason=graph.find_exception())
+        diagnosis = MismatchedTensor if _are_one_call(sides) else cls
+        return diagnosis(graph, at_fault, graph.moment, sides, reason=graph.find_exception())
 
     def describe_cause(self) -> list[str]:
         time, reason = self.describe_time(self.since), self.escape_reason(400)
@@ -65,6 +71,30 @@ class MismatchedOperation(Diagnosis):
 
     def _describe_calls(self, sides: Sequence[Side]) -> list[str]:
         return [f"{format_ranks(side.ranks)} called {self.describe_call(side)}" for side in sides]
+
+
+class MismatchedTensor(MismatchedOperation):
+    """Ranks called the same operation at the same line, with tensors that do not match."""
+
+    kind = "tensor"
+    fixes = (
+        "A collective needs tensors of one dtype and one number of elements. The last batch of an "
+        "epoch may be smaller on some ranks: pad it, or exchange the sizes first "
+        "(`all_gather_object`).",
+    )
+
+    def describe_cause(self) -> list[str]:
+        operations = [side.operation for side in self.sides if side.operation is not None]
+        call, counts = operations[0], {each.count for each in operations}
+        what = "sizes" if len(counts) > 1 else "dtypes"
+        given = [
+            f"{format_ranks(side.ranks)} {format_tensor(operation)}"
+            for side, operation in zip(self.sides, operations, strict=True)
+        ]
+        return [
+            f"Ranks gave {call.kind} #{call.sequence} at {format_call_site(call)} tensors of "
+            f"different {what}{self.describe_time(self.since)}: {join_texts(given)}."
+        ]
 
 
 class MismatchedMessage(Diagnosis):
@@ -216,6 +246,15 @@ def _get_signature(operation: Operation) -> tuple[object, ...]:
         operation.peer,
         operation.op,
     )
+
+
+def _are_one_call(sides: Sequence[Side]) -> bool:
+    """Return whether the calls of several sides differ in their tensors only."""
+    operations = [side.operation for side in sides]
+    calls = {
+        each and (each.sequence, each.kind, each.peer, each.op, each.site) for each in operations
+    }
+    return len(sides) > 1 and None not in operations and len(calls) == 1
 
 
 def _build_mismatch_sides(graph: WaitForGraph, numbers: list[int]) -> tuple[Side, ...]:
