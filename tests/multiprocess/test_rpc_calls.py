@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
+import types
 from functools import partial
 from typing import Any
 
@@ -98,6 +100,17 @@ class NotUnpicklable(Exception):
 
 def raise_not_unpicklable() -> None:
     raise NotUnpicklable(1, 2)
+
+
+def of_a_module_that_is_only_here(raises: bool) -> Any:
+    """Return, or raise, an object whose class the caller cannot import."""
+    module = types.ModuleType("only_here")
+    exec("class Private(Exception): pass", vars(module))
+    sys.modules["only_here"] = module
+    private = module.Private("its own text")
+    if raises:
+        raise private
+    return private
 
 
 def raise_local() -> None:
@@ -370,6 +383,15 @@ def check_errors() -> None:
     ):
         with pytest.raises(RemoteError, match=message):
             rpc.rpc_sync(worker_name(1), function)
+    with pytest.raises(
+        RemoteError, match=r"only_here\.Private: its own text: it cannot be loaded .*only_here"
+    ) as raised:
+        rpc.rpc_sync(worker_name(1), of_a_module_that_is_only_here, (True,))
+    assert "in of_a_module_that_is_only_here" in str(raised.value.__cause__)
+    with pytest.raises(
+        UsageError, match=r"the result from worker 'worker-1'.* cannot be loaded .*only_here"
+    ):
+        rpc.rpc_sync(worker_name(1), of_a_module_that_is_only_here, (False,))
     with pytest.raises(UsageError, match=r"the result cannot be sent: TypeError: .*lock"):
         rpc.rpc_sync(worker_name(1), make_lock)
     with pytest.raises(RemoteError, match="SystemExit: 3"):

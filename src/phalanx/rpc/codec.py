@@ -117,6 +117,17 @@ class MessageCodec:
             return encode_frame(*head), []
         pickle_context = PickleContext(peer, self._hook, kind in ANSWERS)
         payload = serialize(body, pickle_context, description)
+        return self._encode_payload(head, peer, pickle_context, payload, description, copies)
+
+    def _encode_payload(
+        self,
+        head: tuple[Kind, int, int, int],
+        peer: Peer,
+        pickle_context: PickleContext,
+        payload: bytes,
+        description: str,
+        copies: DeferredCopies | None = None,
+    ) -> Frames:
         if not pickle_context.tensors and len(payload) <= _MAX_INLINE_PICKLE:
             return encode_frame(*head, payload=payload), []
         try:
@@ -174,20 +185,26 @@ class MessageCodec:
         return frame, out_of_band
 
     def encode_exception(self, error: BaseException, peer: Peer, call: int) -> Frames:
-        """Return a message that carries an exception."""
+        """Return a message that carries an exception, as text and, if possible, pickled.
+
+        The pickle is within that of the text, which thus arrives even if the exception's class
+        cannot be loaded there.
+        """
         trace = error.__traceback__
         # The first frame is this package's.
         lines = "".join(traceback.format_exception(type(error), error, trace and trace.tb_next))
         summary = "".join(traceback.format_exception_only(type(error), error)).strip()
+        head, description = (Kind.FAILURE, self._source, call, 0), "the exception"
         try:
             if isinstance(error, Exception):
-                body = summary, lines, error
-                frames = self.encode(Kind.FAILURE, peer, call, body, "the exception")
+                context = PickleContext(peer, self._hook, is_answer=True)
+                body = summary, lines, serialize(error, context, description)
+                frames = self._encode_payload(head, peer, context, pickle.dumps(body), description)
                 pickle.loads(pickle.dumps(error))  # its own __init__ may make this fail
                 return frames
         except Exception:  # noqa: BLE001 - whatever the exception's own code raises
             pass
-        return self.encode(Kind.FAILURE, peer, call, (summary, lines, None), "the exception")
+        return self.encode(Kind.FAILURE, peer, call, (summary, lines, b""), description)
 
     def decode(self, message: Message, peer: Peer, end: float = math.inf) -> Any:
         """Return the object in a message; block until its tensors are written.
@@ -200,24 +217,27 @@ class MessageCodec:
         Raises:
             TensorsUnavailable: A tensor cannot be mapped, or will never be written.
             CopyTimeout: A tensor was not written in time.
+            UsageError: The object is an answer, and a class in it cannot be loaded here.
             BaseException: The exception of the other worker, if the message carries one.
         """
         tensors = self._read_tensors(message, peer, end) if message.descriptors else []
         payload: Any = tensors.pop().numpy() if message.is_pickle_in_tensor else message.payload
         if tensors:
             tensors = self._hook.receive(peer.id, tensors, message.metadata)
-        body: Any = None
-        if len(payload):
-            body = deserialize(payload, tensors, PickleContext(peer, self._hook))
-        if message.kind is not Kind.FAILURE:
-            return body
-        summary, lines, error = body
-        if error is None:
-            error = RemoteError(
-                f"Original exception on remote side was {summary}: it cannot be sent by {peer}"
-            )
-        error.__cause__ = _RemoteTraceback(f"On {peer}:\n{lines}")
-        raise error
+        if not len(payload):
+            return None
+        pickle_context = PickleContext(peer, self._hook)
+        if message.kind is Kind.FAILURE:
+            raise _load_exception(payload, tensors, pickle_context, peer)
+        try:
+            return deserialize(payload, tensors, pickle_context)
+        except (AttributeError, ImportError) as error:
+            if message.kind not in ANSWERS:
+                raise
+            raise UsageError(
+                f"the result from {peer} cannot be loaded on this worker: {error}. Classes and "
+                "functions are sent by their names: both workers need the same modules"
+            ) from error
 
     def discard_tensors(self, peer: Peer, descriptors: list[TensorDescriptor]) -> None:
         """End the leases of unwanted tensors; block until these are written."""
@@ -312,6 +332,24 @@ class MessageCodec:
             ) from None
         out_of_band.extend(data[at : at + MAX_FRAME_SIZE] for at in range(0, size, MAX_FRAME_SIZE))
         return TensorDescriptor(tensor.dtype, TensorLocation.OUT_OF_BAND, shape)
+
+
+def _load_exception(
+    payload: Any, tensors: list[Tensor], pickle_context: PickleContext, peer: Peer
+) -> BaseException:
+    """Return the exception of another worker, with its text as the cause."""
+    summary, lines, pickled = pickle.loads(payload)
+    error: BaseException | None = None
+    reason = f"it cannot be sent by {peer}"
+    if pickled:
+        try:
+            error = deserialize(pickled, tensors, pickle_context)
+        except Exception as problem:  # noqa: BLE001 - its class may be missing here
+            reason = f"it cannot be loaded on this worker ({type(problem).__name__}: {problem})"
+    if error is None:
+        error = RemoteError(f"Original exception on remote side was {summary}: {reason}")
+    error.__cause__ = _RemoteTraceback(f"On {peer}:\n{lines}")
+    return error
 
 
 def _get_storage(tensor: Tensor) -> Tensor | None:
