@@ -6,7 +6,7 @@ A message may be unsent, unreceived, of another size, or not waited for.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from phalanx.observe.diagnosis.diagnosis import CHECK_BRANCHES, Diagnosis, Side, build_sides
 from phalanx.observe.diagnosis.formatting import (
@@ -34,7 +34,10 @@ class MismatchedOperation(Diagnosis):
     """Ranks called operations that do not match."""
 
     kind = "branch"
-    fixes = (CHECK_BRANCHES, "`phalanx trace` shows the earlier operations of each rank.")
+    fixes: ClassVar[tuple[str, ...]] = (
+        CHECK_BRANCHES,
+        "`phalanx trace` shows the earlier operations of each rank.",
+    )
 
     @classmethod
     def detect(cls, graph: WaitForGraph) -> Diagnosis | None:
@@ -54,8 +57,8 @@ class MismatchedOperation(Diagnosis):
         latest = [n for n, sequence in sequences.items() if sequence == max(sequences.values())]
         sides = _build_mismatch_sides(graph, latest or failed)
         at_fault = _find_minority_callers(sides)
-        diagnosis = MismatchedTensor if _are_one_call(sides) else cls
-        return diagnosis(graph, at_fault, graph.moment, sides, reason=graph.find_exception())
+        kind = MismatchedTensor if _are_one_call(sides) else cls
+        return kind(graph, at_fault, graph.moment, sides, reason=graph.find_exception())
 
     def describe_cause(self) -> list[str]:
         time, reason = self.describe_time(self.since), self.escape_reason(400)
