@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from phalanx.checkpoints import directory, files
 from phalanx.checkpoints.files import ContentError
 from phalanx.checkpoints.safetensors import read_tensors
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, UsageError
 from phalanx.train import Checkpointer
 from tests.checkpoint_states import check_numbered, numbered, steps
 
@@ -114,6 +114,19 @@ def test_foreign_manifest(
     write_manifest(path, json.dumps(manifest))
     check_falls_back(checkpoints)
     assert message in caplog.text
+
+
+def test_a_state_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    state: Any = torch.ones(2)
+    for _ in range(3000):
+        state = {"a": state}
+    path = re.escape("state['a']['a']['a']...")
+    with pytest.raises(UsageError, match=f"{path} is nested in more than 100 levels"):
+        Checkpointer(tmp_path).save(1, state)
+    for _ in range(3000 - 99):
+        state = state["a"]
+    Checkpointer(tmp_path).save(1, state)
+    assert Checkpointer(tmp_path).load() is not None
 
 
 @pytest.mark.parametrize("depth", (990, 100_000))

@@ -34,6 +34,8 @@ _CHECKSUM_LINES = re.compile(rb"(?:[0-9a-f]{64}  [A-Za-z0-9][A-Za-z0-9._-]*\n)+"
 # Number of differences that an error message lists.
 _MAX_LISTED = 10
 _KeyPath = tuple[str | int, ...]
+_MAX_DEPTH = 100
+"""The maximum number of dicts and lists around a value."""
 
 
 def flatten(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
@@ -43,7 +45,8 @@ def flatten(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     "model.layer.weight".
 
     Raises:
-        UsageError: A value is neither a tensor nor a JSON value; the message has its path.
+        UsageError: A value is neither a tensor nor a JSON value, or is nested in too many levels;
+            the message has its path.
     """
     if not isinstance(state, Mapping):
         raise UsageError(
@@ -100,6 +103,11 @@ class _Flattening:
     def _encode_nested(self, value: Any, path: _KeyPath) -> Any:
         if id(value) in self._ancestors:
             raise UsageError(f"{_format_path(path)} contains itself, expected a tree")
+        if len(path) >= _MAX_DEPTH:
+            raise UsageError(
+                f"{_format_path(path[:3])}... is nested in more than {_MAX_DEPTH} levels, expected "
+                "fewer: readers of JSON have limits, too"
+            )
         self._ancestors.add(id(value))
         try:
             if isinstance(value, Mapping):
