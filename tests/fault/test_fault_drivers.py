@@ -18,6 +18,7 @@ from tests.fault_injection import (
     endurance,
     kills,
     replacements,
+    schedules,
     servers,
     shrinks,
     tables,
@@ -50,6 +51,13 @@ def test_fifty_kills(pool: Pool, seed: int) -> None:
     trials = [kills.run(pool, kill, page, "phalanx") for kill in drawn]
     summary = tables.summarize_kills(trials, [])
     assert tables.find_kill_failures(summary, timed=False) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", ["aaa", "aab"])
+def test_schedules(seed: int, hosts: str) -> None:
+    with Pool(schedules.WORKERS, [schedules.__name__]) as pool:
+        assert schedules.run(pool, hosts, seed, range(60)) == []
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,6 +23,7 @@ from tests.fault_injection import (
     kills,
     matrix,
     replacements,
+    schedules,
     servers,
     shrinks,
     tables,
@@ -218,6 +220,35 @@ def desyncs_command(
         title = f"{count:,} desyncs: every rank names both operations and both call sites"
         tables.write_record(record, title, table, {"seed": seed, **summary})
     finish(summary["wrong"], "every rank named both sides and both call sites")
+
+
+@app.command("schedules")
+def schedules_command(
+    count: Annotated[int, typer.Option(min=1, help="Number of programs.")] = 1000,
+    hosts: Annotated[
+        str, typer.Option(help="Simulated hosts of the three workers, a letter for each.")
+    ] = "aab",
+    seed: Seed = None,
+    first: First = 0,
+    record: Record = None,
+) -> None:
+    """Run random programs of remote references, with pauses wherever threads hand over."""
+    seed, wrong, begin = choose_seed(seed), [], time.monotonic()
+    if len(hosts) != schedules.WORKERS:
+        raise typer.BadParameter(f"hosts {hosts!r}: expected {schedules.WORKERS} letters")
+    with Pool(schedules.WORKERS, [schedules.__name__]) as pool:
+        for start in track_numbers(0, -(-count // schedules.BATCH), "running programs"):
+            numbers = range(first, first + count)[start * schedules.BATCH :][: schedules.BATCH]
+            for problem in (problems := schedules.run(pool, hosts, seed, numbers)):
+                console.print(problem, markup=False, soft_wrap=True)
+            wrong += problems
+    summary = {"seed": seed, "hosts": hosts, "programs": count, "wrong": wrong}
+    table = tables.build_schedules_table(summary, time.monotonic() - begin)
+    console.print(table)
+    if record is not None:
+        title = f"{count:,} random programs of remote references, with pauses"
+        tables.write_record(record, title, table, summary)
+    finish(wrong, "no value was lost, no call hung, and no value is left")
 
 
 @app.command("operations")

@@ -411,6 +411,14 @@ def build_operations_table(samples: list[list[endurance.Sample]]) -> Table:
     return table
 
 
+def build_schedules_table(summary: dict[str, Any], seconds: float) -> Table:
+    """Build a table with one line."""
+    table = _make_table("hosts", "seconds", "failures")
+    failures = str(len(summary["wrong"]))
+    table.add_row(f"{summary['programs']:,}", summary["hosts"], f"{seconds:.0f}", failures)
+    return table
+
+
 def write_record(path: Path, title: str, table: Table, results: dict[str, Any]) -> None:
     """Write the results to `path` with the suffixes .json and .md."""
     facts = {
