@@ -67,13 +67,15 @@ class Pauses:
         return pause_first
 
 
-pauses: Pauses | None = None
+@functools.cache
+def pauses() -> Pauses:
+    """Return the pauses of this process, which begin with the first call."""
+    return Pauses()
 
 
 def draw_pauses(seed: str) -> None:
     """Draw the pauses of this worker."""
-    if pauses is not None:
-        pauses.draw(f"{seed} {rpc.get_worker_info().id}")
+    pauses().draw(f"{seed} {rpc.get_worker_info().id}")
 
 
 def create(owner: int, number: int, size: int) -> rpc.RRef[torch.Tensor]:
@@ -100,7 +102,7 @@ def run_program(seed: str) -> str:
     """Run a program; return what went wrong, or nothing."""
     for worker in range(WORKERS):
         rpc.rpc_sync(worker, draw_pauses, (seed,), timeout=LIMIT)
-    rref = None
+    rref: rpc.RRef[torch.Tensor] | None = None
     try:
         for rref, number in _steps(Random(seed)):
             if (found := fetch(rref)) != number:
@@ -121,21 +123,15 @@ def _steps(chosen: Random) -> Iterator[tuple[rpc.RRef[torch.Tensor], int]]:
     """Make references, pass them around and drop them; yield those to fetch, and their values."""
     held: list[tuple[rpc.RRef[torch.Tensor], int]] = []
     for _ in range(chosen.randint(5, 25)):
-        step, worker, owner = (
-            chosen.randrange(6),
-            chosen.randrange(WORKERS),
-            chosen.randrange(WORKERS),
-        )
+        step, worker = chosen.randrange(6), chosen.randrange(WORKERS)
         if step == 0 or not held:
-            number, size = chosen.randrange(1000), chosen.choice((1, 100, 100_000))
-            held.append(
-                (rpc.rpc_sync(worker, create, (owner, number, size), timeout=LIMIT), number)
-            )
+            owner, number = chosen.randrange(WORKERS), chosen.randrange(1000)
+            call = owner, number, chosen.choice((1, 100, 100_000))
+            held.append((rpc.rpc_sync(worker, create, call, timeout=LIMIT), number))
             continue
         rref, number = held.pop(chosen.randrange(len(held)))
         if step == 1:
-            passed = rpc.rpc_sync(worker, pass_on, (rref,), timeout=LIMIT)
-            held.append((passed, number))
+            held.append((_send_around(worker, rref), number))
         elif step == 2:
             futures = [
                 rpc.rpc_async(each, fetch, (rref,), timeout=LIMIT) for each in range(WORKERS)
@@ -145,21 +141,22 @@ def _steps(chosen: Random) -> Iterator[tuple[rpc.RRef[torch.Tensor], int]]:
         elif step == 3:
             yield rref, number
         elif step == 4:
-            held += [
-                (rref, number),
-                (rpc.rpc_sync(worker, pass_on, (rref,), timeout=LIMIT), number),
-            ]
-        del rref  # dropped in step 5
+            held += [(rref, number), (_send_around(worker, rref), number)]
+        del rref  # dropped in steps 3 and 5
     yield from held
+
+
+def _send_around(worker: int, rref: rpc.RRef[torch.Tensor]) -> rpc.RRef[torch.Tensor]:
+    passed: rpc.RRef[torch.Tensor] = rpc.rpc_sync(worker, pass_on, (rref,), timeout=LIMIT)
+    return passed
 
 
 def run_rank(trial: TrialRank, hosts: str, seed: int, numbers: range) -> list[str]:
     """Be a worker; worker 0 runs the programs and returns what went wrong."""
-    global pauses
     os.environ["PHALANX_HOST_ID"] = hosts[trial.rank]
     trial.form("phalanx", LIMIT)
     rpc.init_rpc(f"worker-{trial.rank}")
-    pauses = pauses or Pauses()
+    pauses()
     wrong = []
     if trial.rank == 0:
         for number in numbers:
