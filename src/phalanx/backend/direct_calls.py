@@ -123,7 +123,8 @@ def _fail_collective(
 ) -> NoReturn:
     """Raise the error of a collective that failed in the core."""
     operation = name, subject, op, root
-    raise group._executor.error(status, operation, timeout, _format_site(site))
+    error = group._executor.error(status, operation, timeout, _format_site(site))
+    raise group._membership.failures.seen(error)
 
 
 def _fail_message(
@@ -139,7 +140,8 @@ def _fail_message(
     """Raise the error of a message that failed in the core."""
     native = group._membership.native
     site_text = _format_site(site)
-    raise group._messages.error(native, name, tensor, peer, tag, timeout, site_text, status)
+    error = group._messages.error(native, name, tensor, peer, tag, timeout, site_text, status)
+    raise group._membership.failures.seen(error)
 
 
 def _format_site(site: int) -> str:

@@ -97,7 +97,8 @@ class CollectiveExecutor:
             return self._enqueue(operation, call, opts, outputs, keep_alive, timeout)
         status = call(timeout)
         if status is not None:
-            raise self.error(status, (name, subject, op, root), timeout, call_site())
+            error = self.error(status, (name, subject, op, root), timeout, call_site())
+            raise membership.failures.seen(error)
         for tensor, flat in outputs:
             if flat is not tensor:
                 copy_back(tensor, flat)
@@ -144,7 +145,9 @@ class CollectiveExecutor:
             return wait_timeout_error(membership, description, seconds, call_time)
 
         results = [tensor for tensor, _ in outputs] or ([] if subject is None else [subject])
-        work = CollectiveWork(run, results, membership.native, wait_error, thread)
+        work = CollectiveWork(
+            run, results, membership.native, wait_error, thread, membership.failures
+        )
         self._dispatch(work, may_run_here=opts.asyncOp and _is_small(subject))
         if membership.coalesced_works is not None:
             membership.coalesced_works.append(work)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import sys
+import time
 import weakref
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from torch.distributed import Work
 
@@ -25,8 +27,41 @@ from phalanx.errors import UsageError
 from phalanx.observe import exception_hook, recorder
 
 _STOP_SECONDS = 2.0
+"""The time that operations of a broken group have to end, in seconds."""
+_LOOK_SECONDS = 0.2
+_NOTICE_SECONDS = 5.0
+"""The time after which a rank that cannot leave yet says why, in seconds."""
+_logger = logging.getLogger("phalanx")
+_Error = TypeVar("_Error", bound=BaseException)
 _LEFT_ERRORS = (ValueError, UsageError)
 """Errors of a group that another thread leaves in the meantime."""
+
+
+class Failures:
+    """The errors of a group's operations that the user has not seen.
+
+    The first of them is raised when the group is left. Once an error has been raised anywhere, all
+    others of the group are its consequences.
+    """
+
+    def __init__(self) -> None:
+        self._first: BaseException | None = None
+        self._is_known = False
+
+    def seen(self, error: _Error) -> _Error:
+        """Note that the user gets an error, and return it."""
+        self._is_known = True
+        return error
+
+    def unseen(self, error: BaseException) -> None:
+        """Keep the error of an operation for which nobody has waited, if it is the first."""
+        if self._first is None:
+            self._first = error
+
+    def take(self) -> BaseException | None:
+        """Return the first error, once; None if there is none, or the user knows of a failure."""
+        first, self._first = self._first, None
+        return None if self._is_known else first
 
 
 class Membership(_native.OperationState):
@@ -58,6 +93,9 @@ class Membership(_native.OperationState):
         self.name = name
         self.members = tuple(members) or tuple(range(size))
         self.rank_label = f"rank {rank}/{size}"
+        self.failures = Failures()
+        self.complete_messages: Callable[[], Callable[[], None] | None] = _nothing
+        """A weak reference to the function that completes the group's messages."""
         self.coalesced_works: list[Work] | None = None
         """The works of the operations that are being coalesced."""
         self.collective_thread = CollectiveThread(f"phalanx-{name}-collectives", self)
@@ -72,8 +110,31 @@ class Membership(_native.OperationState):
             "form another one with init_process_group or new_group"
         )
 
+    def complete(self) -> None:
+        """Wait until the operations under way have ended, each within its own deadline.
+
+        Receives for which no message has come are given up. Does nothing if the group is broken.
+        """
+        begin, has_noticed = time.monotonic(), False
+        if self.native.failure() is None:
+            self.collective_thread.stop(0.0)
+        while self.native.failure() is None and not self.collective_thread.join(_LOOK_SECONDS):
+            if not has_noticed and time.monotonic() - begin > _NOTICE_SECONDS:
+                has_noticed = True
+                _logger.warning(
+                    "[%s] leaves the group when its %d asynchronous collectives have ended, or "
+                    "with their timeout",
+                    self.rank_label,
+                    self.pending,
+                )
+        if self.native.failure() is None and (complete := self.complete_messages()) is not None:
+            complete()
+
     def stop_threads(self, grace_seconds: float = _STOP_SECONDS) -> None:
-        """End the group's threads; operations that do not end in time abort the group."""
+        """End the group's threads; operations that do not end in time abort the group.
+
+        Those of a group that works have been completed before.
+        """
         if not self.collective_thread.stop(grace_seconds):
             self.native.abort("it left with an operation in progress")
             self.collective_thread.stop(_STOP_SECONDS)
@@ -90,6 +151,10 @@ class UnusableGroup:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise UsageError(self._reason)
+
+
+def _nothing() -> None:
+    return None
 
 
 _memberships: weakref.WeakSet[Membership] = weakref.WeakSet()
@@ -143,7 +208,12 @@ def _stop_at_exit() -> None:
     for membership in list(_memberships):
         native = membership.native
         if not native.closed:
+            if not is_failing:
+                membership.complete()
             membership.stop_threads(0.0 if is_failing else _STOP_SECONDS)
+            error = membership.failures.take()
+            if error is not None and not is_failing:
+                sys.stderr.write(f"phalanx: {error}\n")
             if not isinstance(native, _native.Group):  # it has connections to other hosts
                 native.disconnect(abrupt=is_failing)
     recorder.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import time
 from collections.abc import Callable
 
 import torch
@@ -73,7 +74,8 @@ class Messages:
             timeout = self._membership.timeout
             status = native.send(flat.data_ptr(), flat.numel(), code, dst, tag, timeout)
             if status is not None:
-                raise self.error(native, "send", tensor, dst, tag, timeout, call_site(), status)
+                error = self.error(native, "send", tensor, dst, tag, timeout, call_site(), status)
+                raise self._membership.failures.seen(error)
             return _DONE
         message = native.isend(flat.data_ptr(), flat.numel(), code, dst, tag)
         return self._make_work("send", native, message, tensor, flat, dst, tag)
@@ -93,7 +95,8 @@ class Messages:
         timeout = self._membership.timeout
         source = native.recv(flat.data_ptr(), flat.numel(), code, src, tag, timeout)
         if not isinstance(source, int):
-            raise self.error(native, "recv", tensor, src, tag, timeout, call_site(), source)
+            error = self.error(native, "recv", tensor, src, tag, timeout, call_site(), source)
+            raise self._membership.failures.seen(error)
         _finish_recv(native, tensor, flat)
         return _DONE if src >= 0 else FinishedWork([tensor], source)
 
@@ -117,6 +120,17 @@ class Messages:
             return work
 
         return run_observed(operator, tensors, run_profiled if is_profiling() else run)
+
+    def complete(self) -> None:
+        """Wait for all messages under way; give up receives for which no message has come.
+
+        Blocks for at most the timeout of the group.
+        """
+        end = time.monotonic() + self._membership.timeout
+        # Sends first: meanwhile, messages for the receives may come.
+        for work in sorted(self._active, key=lambda work: not work.is_send):
+            if not work.is_completed() and not work.is_given_up():
+                work.finish(max(0.0, end - time.monotonic()))
 
     def abandon(self) -> None:
         """End the works of all messages, whose group this rank has left."""
@@ -152,7 +166,16 @@ class Messages:
             return None
 
         thread = membership.message_thread
-        work = MessageWork(message, native, on_done, [tensor], thread, membership.timeout)
+        work = MessageWork(
+            message,
+            native,
+            on_done,
+            [tensor],
+            thread,
+            membership.timeout,
+            membership.failures,
+            is_send=name == "send",
+        )
         self._keep_alive(work)
         thread.start()
         if membership.coalesced_works is not None:

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import os
 import socket
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -274,6 +275,8 @@ class ProcessGroup(dist.ProcessGroup):
         self._membership = Membership(formed.native, rank, size, self._name, seconds, members)
         self._executor = CollectiveExecutor(self._membership)
         self._messages = Messages(self._membership, size)
+        self._unseen_failure: BaseException | None = None
+        self._membership.complete_messages = weakref.WeakMethod(self._messages.complete)
         self._nccl = NcclChild(formed.store, rank, size, timeout, has_gone=self._has_gone)
         self._nccl.required = self.transport == "nccl"
 
@@ -400,18 +403,33 @@ class ProcessGroup(dist.ProcessGroup):
         self._membership.timeout = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Leave the group and notify its peers.
+        """Complete the operations under way, leave the group and notify its peers.
 
-        Operations in progress that do not end within two seconds abort the group.
+        Blocks until asynchronous collectives and sends have ended, each within its deadline.
+        Receives for which no message has come are given up. `destroy_process_group` raises the
+        error of an operation that failed, unless the program has got an error of this group.
         """
         membership = self._membership
-        if not membership.native.closed:
-            if self.accepts_newcomers and membership.native.failure() is None:
-                newcomers.close(self.base_store)
+        if membership.native.closed:
+            return
+        if self.accepts_newcomers and membership.native.failure() is None:
+            newcomers.close(self.base_store)
+        try:
+            membership.complete()
+        except BaseException:  # Ctrl-C
+            membership.native.abort("it was interrupted while it left the group")
+            raise
+        finally:
             membership.stop_threads()
             self._nccl.shutdown()
+            self._unseen_failure = membership.failures.take()
             membership.leave()
             self._messages.abandon()
+
+    def take_unseen_failure(self) -> BaseException | None:
+        """Return the error, once, of an operation that failed before this rank left the group."""
+        error, self._unseen_failure = self._unseen_failure, None
+        return error
 
     def abort(self, reason: str = "") -> None:
         """Make every waiting rank of the group raise `Aborted`, and leave the group."""

@@ -12,6 +12,7 @@ drops the Python object, which knows when the work has ended.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -41,6 +42,7 @@ def apply(group_class: type[dist.ProcessGroup]) -> None:
     if _group_class is None:
         _group_class = group_class
         _patch("monitored_barrier", _monitored_barrier)
+        _patch("destroy_process_group", _destroy_process_group)
         if not torch_versions.GROUPS_SET_TIMEOUT:
             _patch("_set_pg_timeout", _set_pg_timeout)
         _register_kernels()
@@ -72,6 +74,18 @@ def _monitored_barrier(
     if isinstance(timeout, int | float):
         timeout = timedelta(seconds=timeout)
     phalanx_group.monitored_barrier(timeout, wait_all_ranks)
+
+
+def _destroy_process_group(original: Callable[..., None], group: Any = None) -> None:
+    """Destroy groups as PyTorch does, then raise the error of an operation that was under way."""
+    is_all = group is None or group is dist.group.WORLD
+    groups: list[Any] = list(c10d._world.pg_map) if is_all else [group]
+    original(group)
+    assert _group_class is not None
+    errors = [each.take_unseen_failure() for each in groups if isinstance(each, _group_class)]
+    error = next(filter(None, errors), None)
+    if error is not None and sys.exc_info()[1] is None:
+        raise error
 
 
 def _set_pg_timeout(original: Callable[..., None], timeout: timedelta, group: Any = None) -> None:

@@ -143,14 +143,19 @@ class PendingWork(Work):
     """The base class of works that end later, with a result or an error, and a future.
 
     A subclass calls `_complete` exactly once, in the first thread that sees the end.
+
+    Args:
+        outputs: The tensors that the operation writes.
+        failures: The errors of the group that nobody has seen.
     """
 
     _done_event: threading.Event | None = None
     """An event set at the end, in a subclass whose `wait` blocks in Python."""
 
-    def __init__(self, outputs: Tensors) -> None:
+    def __init__(self, outputs: Tensors, failures: membership.Failures) -> None:
         super().__init__()
         self._outputs = outputs
+        self._failures = failures
         self._error: BaseException | None = None
         self._is_done = False
         self._lock = threading.Lock()
@@ -163,7 +168,7 @@ class PendingWork(Work):
         return self._is_done and self._error is None
 
     def exception(self) -> BaseException | None:
-        return self._error
+        return None if self._error is None else self._failures.seen(self._error)
 
     def synchronize(self) -> None:
         self.wait()
@@ -193,12 +198,14 @@ class PendingWork(Work):
             future = self._future
         if future is not None:
             self._resolve(future)
+        elif error is not None:
+            self._failures.unseen(error)
 
     def _resolve(self, future: WorkFuture) -> None:
         if self._error is None:
             future.set_result(self._outputs)
         else:
-            future.fail(self._error)
+            future.fail(self._failures.seen(self._error))
 
 
 class CollectiveWork(PendingWork):
@@ -211,6 +218,7 @@ class CollectiveWork(PendingWork):
         wait_error: Returns the error of a wait that timed out before the operation ended. Its
             arguments are the timeout in seconds, and whether the operation has begun.
         thread: The group's thread.
+        failures: The errors of the group that nobody has seen.
     """
 
     def __init__(
@@ -220,8 +228,9 @@ class CollectiveWork(PendingWork):
         group: _native.Group,
         wait_error: Callable[[float, bool], PhalanxError],
         thread: CollectiveThread,
+        failures: membership.Failures,
     ) -> None:
-        super().__init__(outputs)
+        super().__init__(outputs, failures)
         self._group = group
         self._thread = thread
         self._done_event: threading.Event = threading.Event()
@@ -264,7 +273,7 @@ class CollectiveWork(PendingWork):
             self._wait_long()
         if self._error is not None:
             membership.propagate_deadlock(self._group)
-            raise self._error
+            raise self._failures.seen(self._error)
         return True
 
     def _wait_until_done(self) -> None:
@@ -318,6 +327,8 @@ class MessageWork(PendingWork):
         outputs: A list of the tensor.
         thread: The thread that watches the message if a future is requested.
         timeout: The default timeout of a wait and the timeout of a future, in seconds.
+        failures: The errors of the group that nobody has seen.
+        is_send: Whether it is a send.
     """
 
     def __init__(
@@ -328,8 +339,12 @@ class MessageWork(PendingWork):
         outputs: Tensors,
         thread: MessageThread,
         timeout: float,
+        failures: membership.Failures,
+        *,
+        is_send: bool,
     ) -> None:
-        super().__init__(outputs)
+        super().__init__(outputs, failures)
+        self.is_send = is_send
         self._message = message
         self._group = group
         self._on_done: Callable[[_native.Status | None, float], BaseException | None] | None = (
@@ -347,10 +362,14 @@ class MessageWork(PendingWork):
         """
         if not self._is_done:
             seconds = timeout_seconds(timeout, self._timeout)
-            self._finish(self._group.wait(self._message, seconds), seconds)
+            self.finish(seconds)
         if self._error is not None:
-            raise self._error
+            raise self._failures.seen(self._error)
         return True
+
+    def finish(self, seconds: float) -> None:
+        """Block until the message has ended; its error is for a wait."""
+        self._finish(self._group.wait(self._message, seconds), seconds)
 
     def is_completed(self) -> bool:
         """Return whether the message has ended; makes progress, so polling in a loop completes."""
@@ -374,6 +393,16 @@ class MessageWork(PendingWork):
         return self._message.peer
 
     _source_rank = source_rank
+
+    def is_given_up(self) -> bool:
+        """Give up a receive for which no message has come; return whether it is given up now."""
+        if self.is_send:
+            return False
+        message: Any = self._message
+        if isinstance(message, _native.Message):
+            return self._group.withdraw(message, -1)
+        given_up: bool = message.give_up()  # of a group that spans hosts
+        return given_up
 
     def abandon(self, error: BaseException) -> None:
         """End the work with `error`, unless it has ended; the message no longer makes progress."""
