@@ -32,6 +32,7 @@ from phalanx.backend.operands import (
 )
 from phalanx.backend.work import FinishedWork, MessageWork
 from phalanx.errors import PhalanxError, UsageError
+from phalanx.system.polling import attempts
 
 ANY_SOURCE = -1
 _IS_WRAPPED = torch.version.cuda is not None  # by `cuda.delegate_cuda`, which adds a frame
@@ -122,15 +123,31 @@ class Messages:
         return run_observed(operator, tensors, run_profiled if is_profiling() else run)
 
     def complete(self) -> None:
-        """Wait for all messages under way; give up receives for which no message has come.
+        """Wait for all messages under way; give up receives for which none will come.
 
-        Blocks for at most the timeout of the group.
+        Sends come first, then this rank announces that it sends no more. So two ranks that both
+        wait for a message of the other give up. Blocks for at most the timeout of the group.
         """
-        end = time.monotonic() + self._membership.timeout
-        # Sends first: meanwhile, messages for the receives may come.
-        for work in sorted(self._active, key=lambda work: not work.is_send):
-            if not work.is_completed() and not work.is_given_up():
+        native, end = self._membership.native, time.monotonic() + self._membership.timeout
+        pending = [work for work in self._active if not work.is_completed()]
+        for work in pending:
+            if work.is_send:
                 work.finish(max(0.0, end - time.monotonic()))
+        native.begin_leaving()
+        for work in pending:
+            if not work.is_send and not self._is_over(work, end):
+                work.finish(0.0)
+
+    def _is_over(self, work: MessageWork, end: float) -> bool:
+        """Wait until a receive has ended or is given up; return False if neither is so at `end`."""
+        native, source = self._membership.native, work.source_rank()
+        sources = range(self._size) if source == ANY_SOURCE else (source,)
+        for _ in attempts(end, longest=0.01):
+            # In this order: what the sources had sent before they said so counts.
+            is_hopeless = all(map(native.posts_no_more, sources))
+            if work.is_completed() or (is_hopeless and work.is_given_up()):
+                return True
+        return False
 
     def abandon(self) -> None:
         """End the works of all messages, whose group this rank has left."""
