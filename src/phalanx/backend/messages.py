@@ -129,7 +129,7 @@ class Messages:
         wait for a message of the other give up. Blocks for at most the timeout of the group.
         """
         native, end = self._membership.native, time.monotonic() + self._membership.timeout
-        pending = [work for work in self._active if not work.is_completed()]
+        pending = [work for work in list(self._active) if not work.is_completed()]
         for work in pending:
             if work.is_send:
                 work.finish(max(0.0, end - time.monotonic()))
