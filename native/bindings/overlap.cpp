@@ -17,7 +17,7 @@ std::vector<Memory> memory_of(const std::vector<Address>& starts,
   std::vector<Memory> memory;
   memory.reserve(starts.size());
   for (std::size_t i = 0; i < std::min(starts.size(), counts.size()); ++i) {
-    if (counts[i] != 0) {
+    if (counts[i] != 0 && starts[i] != 0) {  // a tensor that wraps others has no memory
       memory.push_back({starts[i], starts[i] + counts[i] * size});
     }
   }

@@ -385,7 +385,7 @@ def refuses_arguments() -> None:
     refused(UsageError, "PREMUL|lacks", dist.all_reduce, ones, dist._make_nccl_premul_sum(2.0))  # type: ignore[attr-defined]
     refused(UsageError, "lacks the operator", dist.all_reduce, ones.int(), dist.ReduceOp.AVG)
     refused(UsageError, "BAND has no meaning", dist.all_reduce, ones, dist.ReduceOp.BAND)
-    refused(UsageError, "output overlap", dist.all_gather, [ones, ones], ones)
+    refused(UsageError, "share memory", dist.all_gather, [ones, ones], ones)
     refused(UsageError, "root 7|rank 7|7", dist.broadcast, ones, 7)
     refused((TypeError, ValueError, UsageError), "", dist.all_reduce, 3)  # type: ignore[arg-type]
     dist.all_reduce(ones)  # the group is intact

@@ -24,7 +24,7 @@ def operations() -> None:
     with profile() as recorded:
         dist.all_reduce(tensor)
         dist.all_reduce(tensor, async_op=True).wait()
-        dist.all_reduce_coalesced([tensor, tensor.flatten()])
+        dist.all_reduce_coalesced([tensor, tensor.flatten().clone()])
         dist.all_gather(parts, tensor)
         dist.scatter(tensor, parts if rank == 0 else None)
         dist.all_to_all_single(torch.empty(2, 3), tensor)

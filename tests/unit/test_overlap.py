@@ -9,7 +9,8 @@ from phalanx import _native
 
 INT16 = _native.DTYPES["int16"]
 SIZE = 2
-buffers = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 6)), max_size=5)
+# Address 0 stands for no memory.
+buffers = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 6)), max_size=5)
 
 
 def bytes_of(start: int, count: int) -> set[int]:

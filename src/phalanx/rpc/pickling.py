@@ -16,7 +16,7 @@ import pickle
 import sys
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -147,10 +147,9 @@ class _Pickler(CodePickler):
                 a tuple or a dict.
         """
         if isinstance(owner, nn.Module):
-            parameters = list(owner.parameters())
+            numbers = set(map(id, _parameters_of(owner)))
         else:
-            parameters = [each for group in owner.param_groups for each in group["params"]]
-        numbers = set(map(id, parameters))
+            numbers = {id(each) for group in owner.param_groups for each in group["params"]}
         if numbers & self._linked_parameters:
             raise UsageError(
                 f"a parameter of a {type(owner).__name__} is sent beside it, where its gradient "
@@ -210,6 +209,14 @@ class _Pickler(CodePickler):
         else:
             parts = tensor.ccol_indices(), tensor.row_indices()
         return _make_sparse_compressed, (*parts, tensor.values(), tensor.shape, tensor.layout)
+
+
+def _parameters_of(module: nn.Module) -> Iterator[nn.Parameter | None]:
+    """Yield the parameters of a module; `parameters()` of a remote one raises."""
+    yield from vars(module).get("_parameters", {}).values()
+    for child in vars(module).get("_modules", {}).values():
+        if child is not None:
+            yield from _parameters_of(child)
 
 
 def serialize(obj: object, pickle_context: PickleContext, description: str) -> bytes:
