@@ -262,7 +262,7 @@ def _is_alone() -> bool:
     return all(_origin(each).startswith(_HARMLESS_THREADS) for each in threads) and not any(
         callable(handler)
         and handler is not signal.default_int_handler
-        and not getattr(handler, "__module__", "").startswith(_OWN_MODULES)
+        and not str(getattr(handler, "__module__", "")).startswith(_OWN_MODULES)
         for handler in handlers
     )
 
