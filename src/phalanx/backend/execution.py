@@ -11,6 +11,7 @@ import torch
 from torch.distributed import Work
 
 from phalanx import _native
+from phalanx.backend import known_failures
 from phalanx.backend.call_site import call_site, short_site
 from phalanx.backend.collectives import NativeCall
 from phalanx.backend.failure import status_error, wait_timeout_error
@@ -98,7 +99,7 @@ class CollectiveExecutor:
         status = call(timeout)
         if status is not None:
             error = self.error(status, (name, subject, op, root), timeout, call_site())
-            raise membership.failures.seen(error)
+            raise known_failures.seen(error)
         for tensor, flat in outputs:
             if flat is not tensor:
                 copy_back(tensor, flat)
@@ -145,9 +146,7 @@ class CollectiveExecutor:
             return wait_timeout_error(membership, description, seconds, call_time)
 
         results = [tensor for tensor, _ in outputs] or ([] if subject is None else [subject])
-        work = CollectiveWork(
-            run, results, membership.native, wait_error, thread, membership.failures
-        )
+        work = CollectiveWork(run, results, membership.native, wait_error, thread)
         self._dispatch(work, may_run_here=opts.asyncOp and _is_small(subject))
         if membership.coalesced_works is not None:
             membership.coalesced_works.append(work)
@@ -220,5 +219,5 @@ def _is_small(subject: torch.Tensor | None) -> bool:
 
 def _run_here(work: CollectiveWork, run: Callable[[], None]) -> None:
     run()
-    if isinstance(error := work.exception(), KeyboardInterrupt):
-        raise error
+    if isinstance(work.error, KeyboardInterrupt):
+        raise known_failures.seen(work.error)

@@ -1,67 +1,31 @@
-"""The membership of this rank in a group: the state and threads of the group, and its end.
+"""The membership of this rank in a group: the state and threads of the group.
 
-A script that ends without `destroy_process_group()` must end cleanly, so the threads are stopped
-while the interpreter still runs. The group is not left: peers that still need this rank learn of
-its death, with the exit code as the reason. A forked child (a DataLoader's worker) inherits the
-object, but not the membership.
+A forked child (a DataLoader's worker) inherits the object, but not the membership.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import logging
 import os
-import sys
-import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.distributed import Work
 
 from phalanx import _native
-from phalanx.backend import deadlock_detector
+from phalanx.backend import deadlock_detector, known_failures
 from phalanx.backend.threads import CollectiveThread, MessageThread
 from phalanx.errors import UsageError
-from phalanx.observe import exception_hook, recorder
+from phalanx.observe import exception_hook
+
+if TYPE_CHECKING:
+    from phalanx.backend.work import MessageWork
 
 _STOP_SECONDS = 2.0
-"""The time that operations of a broken group have to end, in seconds."""
-_LOOK_SECONDS = 0.2
-_NOTICE_SECONDS = 5.0
-"""The time after which a rank that cannot leave yet says why, in seconds."""
-_logger = logging.getLogger("phalanx")
-_Error = TypeVar("_Error", bound=BaseException)
-_LEFT_ERRORS = (ValueError, UsageError)
+"""The time that the operations of a broken group have to end, in seconds."""
+LEFT_ERRORS = (ValueError, UsageError)
 """Errors of a group that another thread leaves in the meantime."""
-
-
-class Failures:
-    """The errors of a group's operations that the user has not seen.
-
-    The first of them is raised when the group is left. Once an error has been raised anywhere, all
-    others of the group are its consequences.
-    """
-
-    def __init__(self) -> None:
-        self._first: BaseException | None = None
-        self._is_known = False
-
-    def seen(self, error: _Error) -> _Error:
-        """Note that the user gets an error, and return it."""
-        self._is_known = True
-        return error
-
-    def unseen(self, error: BaseException) -> None:
-        """Keep the error of an operation for which nobody has waited, if it is the first."""
-        if self._first is None:
-            self._first = error
-
-    def take(self) -> BaseException | None:
-        """Return the first error, once; None if there is none, or the user knows of a failure."""
-        first, self._first = self._first, None
-        return None if self._is_known else first
 
 
 class Membership(_native.OperationState):
@@ -93,14 +57,14 @@ class Membership(_native.OperationState):
         self.name = name
         self.members = tuple(members) or tuple(range(size))
         self.rank_label = f"rank {rank}/{size}"
-        self.failures = Failures()
-        self.complete_messages: Callable[[], Callable[[], None] | None] = _nothing
-        """A weak reference to the function that completes the group's messages."""
         self.coalesced_works: list[Work] | None = None
         """The works of the operations that are being coalesced."""
+        self.messages: set[MessageWork] = set()
+        """The messages under way, whose memory the core uses."""
         self.collective_thread = CollectiveThread(f"phalanx-{name}-collectives", self)
         self.message_thread = MessageThread(f"phalanx-{name}-messages", native)
         _memberships.add(self)
+        known_failures.begin_anew()
 
     def leave(self) -> None:
         """Leave the group and notify its peers; the threads must have been stopped."""
@@ -110,31 +74,15 @@ class Membership(_native.OperationState):
             "form another one with init_process_group or new_group"
         )
 
-    def complete(self) -> None:
-        """Wait until the operations under way have ended, each within its own deadline.
-
-        Receives for which no message has come are given up. Does nothing if the group is broken.
-        """
-        begin, has_noticed = time.monotonic(), False
-        if self.native.failure() is None:
-            self.collective_thread.stop(0.0)
-        while self.native.failure() is None and not self.collective_thread.join(_LOOK_SECONDS):
-            if not has_noticed and time.monotonic() - begin > _NOTICE_SECONDS:
-                has_noticed = True
-                _logger.warning(
-                    "[%s] leaves the group when its %d asynchronous collectives have ended, or "
-                    "with their timeout",
-                    self.rank_label,
-                    self.pending,
-                )
-        if self.native.failure() is None and (complete := self.complete_messages()) is not None:
-            complete()
-
-    def stop_threads(self, grace_seconds: float = _STOP_SECONDS) -> None:
+    def stop_threads(self, grace_seconds: float | None = None) -> None:
         """End the group's threads; operations that do not end in time abort the group.
 
-        Those of a group that works have been completed before.
+        Those of a group that works have been completed before (see `leaving`).
+
+        Args:
+            grace_seconds: The time that they have, in seconds; None for the usual one.
         """
+        grace_seconds = _STOP_SECONDS if grace_seconds is None else grace_seconds
         if not self.collective_thread.stop(grace_seconds):
             self.native.abort("it left with an operation in progress")
             self.collective_thread.stop(_STOP_SECONDS)
@@ -153,17 +101,17 @@ class UnusableGroup:
         raise UsageError(self._reason)
 
 
-def _nothing() -> None:
-    return None
-
-
 _memberships: weakref.WeakSet[Membership] = weakref.WeakSet()
 _inherited_groups: list[_native.Group] = []
 
 
+def memberships() -> list[Membership]:
+    """Return the memberships in all groups that this process has not left."""
+    return [each for each in list(_memberships) if not each.native.closed]
+
+
 def _native_groups() -> list[_native.Group]:
-    """Return all groups that this process has not left."""
-    return [each.native for each in list(_memberships) if not each.native.closed]
+    return [each.native for each in memberships()]
 
 
 def fail_all_groups(error: BaseException) -> None:
@@ -181,14 +129,14 @@ def has_collectives_elsewhere(native: _native.Group) -> bool:
 
 def detect_deadlocks() -> bool:
     """Call `deadlock_detector.detect_deadlock` with all groups of this process."""
-    with contextlib.suppress(*_LEFT_ERRORS):
+    with contextlib.suppress(*LEFT_ERRORS):
         return deadlock_detector.detect_deadlock(_native_groups())
     return False
 
 
 def propagate_deadlock(native: _native.Group) -> None:
     """Pass a deadlock that broke `native` on to other ranks, before this rank raises the error."""
-    with contextlib.suppress(*_LEFT_ERRORS):
+    with contextlib.suppress(*LEFT_ERRORS):
         deadlock_detector.propagate_deadlock(native, _native_groups())
 
 
@@ -200,23 +148,6 @@ def _mark_failed(reason: str = "") -> None:
     for wake in (False, True):
         for native in natives:
             native.fail(wake, reason)
-
-
-def _stop_at_exit() -> None:
-    # After an uncaught exception, peers should learn of this rank's end at once.
-    is_failing = hasattr(sys, "last_value")
-    for membership in list(_memberships):
-        native = membership.native
-        if not native.closed:
-            if not is_failing:
-                membership.complete()
-            membership.stop_threads(0.0 if is_failing else _STOP_SECONDS)
-            error = membership.failures.take()
-            if error is not None and not is_failing:
-                sys.stderr.write(f"phalanx: {error}\n")
-            if not isinstance(native, _native.Group):  # it has connections to other hosts
-                native.disconnect(abrupt=is_failing)
-    recorder.close()
 
 
 def _replace_in_child() -> None:
@@ -232,5 +163,4 @@ def _replace_in_child() -> None:
 
 exception_hook.on_failure(_mark_failed)
 _native.set_watcher(detect_deadlocks)
-atexit.register(_stop_at_exit)
 os.register_at_fork(after_in_child=_replace_in_child)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from phalanx import _native
+from phalanx.backend import known_failures
 from phalanx.backend.call_site import call_site, short_site
 from phalanx.backend.failure import format_peer, left_group_error, status_error
 from phalanx.backend.instrumentation import (
@@ -32,7 +32,6 @@ from phalanx.backend.operands import (
 )
 from phalanx.backend.work import FinishedWork, MessageWork
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.system.polling import attempts
 
 ANY_SOURCE = -1
 _IS_WRAPPED = torch.version.cuda is not None  # by `cuda.delegate_cuda`, which adds a frame
@@ -58,7 +57,6 @@ class Messages:
     def __init__(self, membership: Membership, size: int) -> None:
         self._membership = membership
         self._size = size
-        self._active: set[MessageWork] = set()
         self._active_limit = 64
 
     def send(self, operator: OperatorCall, dst: int, tag: int, blocking: bool) -> dist.Work:
@@ -76,7 +74,7 @@ class Messages:
             status = native.send(flat.data_ptr(), flat.numel(), code, dst, tag, timeout)
             if status is not None:
                 error = self.error(native, "send", tensor, dst, tag, timeout, call_site(), status)
-                raise self._membership.failures.seen(error)
+                raise known_failures.seen(error)
             return _DONE
         message = native.isend(flat.data_ptr(), flat.numel(), code, dst, tag)
         return self._make_work("send", native, message, tensor, flat, dst, tag)
@@ -97,7 +95,7 @@ class Messages:
         source = native.recv(flat.data_ptr(), flat.numel(), code, src, tag, timeout)
         if not isinstance(source, int):
             error = self.error(native, "recv", tensor, src, tag, timeout, call_site(), source)
-            raise self._membership.failures.seen(error)
+            raise known_failures.seen(error)
         _finish_recv(native, tensor, flat)
         return _DONE if src >= 0 else FinishedWork([tensor], source)
 
@@ -122,38 +120,11 @@ class Messages:
 
         return run_observed(operator, tensors, run_profiled if is_profiling() else run)
 
-    def complete(self) -> None:
-        """Wait for all messages under way; give up receives for which none will come.
-
-        Sends come first, then this rank announces that it sends no more. So two ranks that both
-        wait for a message of the other give up. Blocks for at most the timeout of the group.
-        """
-        native, end = self._membership.native, time.monotonic() + self._membership.timeout
-        pending = [work for work in list(self._active) if not work.is_completed()]
-        for work in pending:
-            if work.is_send:
-                work.finish(max(0.0, end - time.monotonic()))
-        native.begin_leaving()
-        for work in pending:
-            if not work.is_send and not self._is_over(work, end):
-                work.finish(0.0)
-
-    def _is_over(self, work: MessageWork, end: float) -> bool:
-        """Wait until a receive has ended or is given up; return False if neither is so at `end`."""
-        native, source = self._membership.native, work.source_rank()
-        sources = range(self._size) if source == ANY_SOURCE else (source,)
-        for _ in attempts(end, longest=0.01):
-            # In this order: what the sources had sent before they said so counts.
-            is_hopeless = all(map(native.posts_no_more, sources))
-            if work.is_completed() or (is_hopeless and work.is_given_up()):
-                return True
-        return False
-
     def abandon(self) -> None:
         """End the works of all messages, whose group this rank has left."""
-        for work in list(self._active):
+        for work in list(self._membership.messages):
             work.abandon(left_group_error(self._membership, "a message"))
-        self._active.clear()
+        self._membership.messages.clear()
 
     def _make_work(
         self,
@@ -174,7 +145,7 @@ class Messages:
         site_number = _native.call_site()
 
         def on_done(status: _native.Status | None, seconds: float) -> BaseException | None:
-            self._active.discard(work)
+            membership.messages.discard(work)
             if status is not None:
                 site = short_site(_native.call_site_text(site_number))
                 return self.error(native, name, tensor, peer, tag, seconds, site, status)
@@ -190,7 +161,6 @@ class Messages:
             [tensor],
             thread,
             membership.timeout,
-            membership.failures,
             is_send=name == "send",
         )
         self._keep_alive(work)
@@ -201,11 +171,12 @@ class Messages:
 
     def _keep_alive(self, work: MessageWork) -> None:
         """Keep a message alive until it is done, since the core uses its memory."""
-        self._active.add(work)
-        if len(self._active) >= self._active_limit:
-            for message in list(self._active):
+        active = self._membership.messages
+        active.add(work)
+        if len(active) >= self._active_limit:
+            for message in list(active):
                 message.is_completed()  # removes it if so
-            self._active_limit = max(64, 2 * len(self._active))
+            self._active_limit = max(64, 2 * len(active))
 
     def error(
         self,

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import os
 import socket
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -30,7 +29,14 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from phalanx import env
 from phalanx._native import is_misplaced, overlap
-from phalanx.backend import direct_calls, formation, newcomers, torch_patches
+from phalanx.backend import (
+    direct_calls,
+    formation,
+    known_failures,
+    leaving,
+    newcomers,
+    torch_patches,
+)
 from phalanx.backend.call_site import call_site
 from phalanx.backend.collectives import (
     NativeCall,
@@ -275,8 +281,6 @@ class ProcessGroup(dist.ProcessGroup):
         self._membership = Membership(formed.native, rank, size, self._name, seconds, members)
         self._executor = CollectiveExecutor(self._membership)
         self._messages = Messages(self._membership, size)
-        self._unseen_failure: BaseException | None = None
-        self._membership.complete_messages = weakref.WeakMethod(self._messages.complete)
         self._nccl = NcclChild(formed.store, rank, size, timeout, has_gone=self._has_gone)
         self._nccl.required = self.transport == "nccl"
 
@@ -405,9 +409,10 @@ class ProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Complete the operations under way, leave the group and notify its peers.
 
-        Blocks until asynchronous collectives and sends have ended, each within its deadline.
-        Receives for which no message has come are given up. `destroy_process_group` raises the
-        error of an operation that failed, unless the program has got an error of this group.
+        Blocks until asynchronous collectives, sends, and receives whose message comes have ended,
+        for at most the timeout of the group after the end of each (see `leaving`).
+        `destroy_process_group` then raises the error of one that failed, unless the program has got
+        an error of an operation, or has an exception in hand.
         """
         membership = self._membership
         if membership.native.closed:
@@ -415,21 +420,15 @@ class ProcessGroup(dist.ProcessGroup):
         if self.accepts_newcomers and membership.native.failure() is None:
             newcomers.close(self.base_store)
         try:
-            membership.complete()
-        except BaseException:  # Ctrl-C
-            membership.native.abort("it was interrupted while it left the group")
+            leaving.complete(membership)
+        except KeyboardInterrupt as error:
+            known_failures.seen(error)
             raise
         finally:
             membership.stop_threads()
             self._nccl.shutdown()
-            self._unseen_failure = membership.failures.take()
             membership.leave()
             self._messages.abandon()
-
-    def take_unseen_failure(self) -> BaseException | None:
-        """Return the error, once, of an operation that failed before this rank left the group."""
-        error, self._unseen_failure = self._unseen_failure, None
-        return error
 
     def abort(self, reason: str = "") -> None:
         """Make every waiting rank of the group raise `Aborted`, and leave the group."""

@@ -120,10 +120,6 @@ class CollectiveThread:
             self._wake_ups.put(False)
         return _join(thread, seconds)
 
-    def join(self, seconds: float) -> bool:
-        """Wait for the thread, which `stop` has told to end; return whether it ended in time."""
-        return _join(self._thread, seconds)
-
     def _queue(self, call: Callable[[], None]) -> int:
         self._state().pending += 1
         self._calls.append(call)

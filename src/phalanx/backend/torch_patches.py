@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import torch_versions
+from phalanx.backend import known_failures
 
 _group_class: type[dist.ProcessGroup] | None = None
 """The class of the groups of Phalanx, once the patches have been applied."""
@@ -77,13 +78,9 @@ def _monitored_barrier(
 
 
 def _destroy_process_group(original: Callable[..., None], group: Any = None) -> None:
-    """Destroy groups as PyTorch does, then raise the error of an operation that was under way."""
-    is_all = group is None or group is dist.group.WORLD
-    groups: list[Any] = list(c10d._world.pg_map) if is_all else [group]
+    """Destroy groups as PyTorch does, then raise the error of an operation that nobody has seen."""
     original(group)
-    assert _group_class is not None
-    errors = [each.take_unseen_failure() for each in groups if isinstance(each, _group_class)]
-    error = next(filter(None, errors), None)
+    error = known_failures.take()
     if error is not None and sys.exc_info()[1] is None:
         raise error
 

@@ -25,7 +25,7 @@ from torch.distributed import Work
 from torch.futures import Future
 
 from phalanx import _native
-from phalanx.backend import deadlock_detector, membership
+from phalanx.backend import deadlock_detector, known_failures, membership
 from phalanx.backend.threads import CollectiveThread, MessageThread
 from phalanx.errors import PhalanxError
 
@@ -143,20 +143,16 @@ class PendingWork(Work):
     """The base class of works that end later, with a result or an error, and a future.
 
     A subclass calls `_complete` exactly once, in the first thread that sees the end.
-
-    Args:
-        outputs: The tensors that the operation writes.
-        failures: The errors of the group that nobody has seen.
     """
 
     _done_event: threading.Event | None = None
     """An event set at the end, in a subclass whose `wait` blocks in Python."""
 
-    def __init__(self, outputs: Tensors, failures: membership.Failures) -> None:
+    def __init__(self, outputs: Tensors) -> None:
         super().__init__()
+        self.error: BaseException | None = None
+        """The error with which the operation has ended; `exception` is for those who want to see it."""
         self._outputs = outputs
-        self._failures = failures
-        self._error: BaseException | None = None
         self._is_done = False
         self._lock = threading.Lock()
         self._future: WorkFuture | None = None
@@ -165,10 +161,10 @@ class PendingWork(Work):
         return self._is_done
 
     def is_success(self) -> bool:
-        return self._is_done and self._error is None
+        return self._is_done and self.error is None
 
     def exception(self) -> BaseException | None:
-        return None if self._error is None else self._failures.seen(self._error)
+        return None if self.error is None else known_failures.seen(self.error)
 
     def synchronize(self) -> None:
         self.wait()
@@ -191,21 +187,19 @@ class PendingWork(Work):
 
     def _complete(self, error: BaseException | None) -> None:
         with self._lock:
-            self._error = error
+            self.error = error
             self._is_done = True
             if self._done_event is not None:
                 self._done_event.set()
             future = self._future
         if future is not None:
             self._resolve(future)
-        elif error is not None:
-            self._failures.unseen(error)
 
     def _resolve(self, future: WorkFuture) -> None:
-        if self._error is None:
+        if self.error is None:
             future.set_result(self._outputs)
         else:
-            future.fail(self._failures.seen(self._error))
+            future.fail(self.error)
 
 
 class CollectiveWork(PendingWork):
@@ -218,7 +212,6 @@ class CollectiveWork(PendingWork):
         wait_error: Returns the error of a wait that timed out before the operation ended. Its
             arguments are the timeout in seconds, and whether the operation has begun.
         thread: The group's thread.
-        failures: The errors of the group that nobody has seen.
     """
 
     def __init__(
@@ -228,9 +221,8 @@ class CollectiveWork(PendingWork):
         group: _native.Group,
         wait_error: Callable[[float, bool], PhalanxError],
         thread: CollectiveThread,
-        failures: membership.Failures,
     ) -> None:
-        super().__init__(outputs, failures)
+        super().__init__(outputs)
         self._group = group
         self._thread = thread
         self._done_event: threading.Event = threading.Event()
@@ -244,7 +236,7 @@ class CollectiveWork(PendingWork):
         return self._is_done
 
     def is_success(self) -> bool:
-        return self.is_completed() and self._error is None
+        return self.is_completed() and self.error is None
 
     def execute(self) -> None:
         """Run the operation in the current thread, that of the group or of the caller."""
@@ -257,6 +249,8 @@ class CollectiveWork(PendingWork):
             error = caught
         del run
         self._wait_error = None  # frees the tensors that it references
+        if error is not None:
+            known_failures.unseen(error)
         self._complete(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -267,20 +261,24 @@ class CollectiveWork(PendingWork):
         """
         self._thread.hand_over()
         wait_error, seconds = self._wait_error, timeout_seconds(timeout, 0.0)
-        if not self._done_event.wait(seconds or _SHORT_SECONDS):
-            if seconds and wait_error is not None:
-                raise wait_error(seconds, self._run is None)
-            self._wait_long()
-        if self._error is not None:
+        try:
+            if not self._done_event.wait(seconds or _SHORT_SECONDS):
+                if seconds and wait_error is not None:
+                    raise wait_error(seconds, self._run is None)
+                self._wait_long()
+        except KeyboardInterrupt as error:
+            known_failures.seen(error)
+            raise
+        if self.error is not None:
             membership.propagate_deadlock(self._group)
-            raise self._failures.seen(self._error)
+            raise known_failures.seen(self.error)
         return True
 
     def _wait_until_done(self) -> None:
         self._thread.hand_over()
         if not self._done_event.wait(_SHORT_SECONDS):
             self._wait_long()
-        if self._error is not None:
+        if self.error is not None:
             membership.propagate_deadlock(self._group)
 
     def _wait_long(self) -> None:
@@ -327,7 +325,6 @@ class MessageWork(PendingWork):
         outputs: A list of the tensor.
         thread: The thread that watches the message if a future is requested.
         timeout: The default timeout of a wait and the timeout of a future, in seconds.
-        failures: The errors of the group that nobody has seen.
         is_send: Whether it is a send.
     """
 
@@ -339,11 +336,10 @@ class MessageWork(PendingWork):
         outputs: Tensors,
         thread: MessageThread,
         timeout: float,
-        failures: membership.Failures,
         *,
         is_send: bool,
     ) -> None:
-        super().__init__(outputs, failures)
+        super().__init__(outputs)
         self.is_send = is_send
         self._message = message
         self._group = group
@@ -361,14 +357,13 @@ class MessageWork(PendingWork):
         may be partly written, and the channel is in the middle of a message.
         """
         if not self._is_done:
-            seconds = timeout_seconds(timeout, self._timeout)
-            self.finish(seconds)
-        if self._error is not None:
-            raise self._failures.seen(self._error)
+            self.finish(timeout_seconds(timeout, self._timeout))
+        if self.error is not None:
+            raise known_failures.seen(self.error)
         return True
 
     def finish(self, seconds: float) -> None:
-        """Block until the message has ended; its error is for a wait."""
+        """Block until the message has ended, for at most some seconds, after which it fails."""
         self._finish(self._group.wait(self._message, seconds), seconds)
 
     def is_completed(self) -> bool:
@@ -378,7 +373,7 @@ class MessageWork(PendingWork):
         return self._is_done
 
     def is_success(self) -> bool:
-        return self.is_completed() and self._error is None
+        return self.is_completed() and self.error is None
 
     def get_future(self) -> Future[Tensors]:
         future = super().get_future()
@@ -394,15 +389,20 @@ class MessageWork(PendingWork):
 
     _source_rank = source_rank
 
-    def is_given_up(self) -> bool:
-        """Give up a receive for which no message has come; return whether it is given up now."""
-        if self.is_send:
-            return False
+    def give_up(self, error: BaseException) -> bool:
+        """End a receive with `error`, unless its message has come; return whether it has ended."""
         message: Any = self._message
-        if isinstance(message, _native.Message):
-            return self._group.withdraw(message, -1)
-        given_up: bool = message.give_up()  # of a group that spans hosts
-        return given_up
+        with self._done_lock:
+            if self._on_done is None:
+                return True
+            if isinstance(message, _native.Message):
+                is_given_up = self._group.withdraw(message, -1)
+            else:  # of a group that spans hosts
+                is_given_up = message.give_up()
+            if is_given_up:
+                self._on_done = None
+                self._complete(error)
+            return is_given_up
 
     def abandon(self, error: BaseException) -> None:
         """End the work with `error`, unless it has ended; the message no longer makes progress."""
@@ -418,7 +418,11 @@ class MessageWork(PendingWork):
         with self._done_lock:
             on_done, self._on_done = self._on_done, None
             if on_done is not None:
-                self._complete(on_done(status, self._timeout if seconds is None else seconds))
+                error = on_done(status, self._timeout if seconds is None else seconds)
+                # A receive that ends since its source has left is missed by nobody.
+                if error is not None and (self.is_send or (status and status.code != "left")):
+                    known_failures.unseen(error)
+                self._complete(error)
 
 
 class WorkFuture(Future[Any]):
@@ -479,14 +483,14 @@ class _FailedValue:
 
     def __reduce__(self) -> NoReturn:
         # C++ pickles a value to find its tensors.
-        raise self.error
+        raise known_failures.seen(self.error)
 
     def __str__(self) -> str:
         return f"{type(self.error).__name__}: {self.error}"
 
 
 def _raise(failed: _FailedValue) -> NoReturn:
-    raise _copy_exception(failed.error)
+    raise _copy_exception(known_failures.seen(failed.error))
 
 
 def _copy_exception(error: BaseException) -> BaseException:
