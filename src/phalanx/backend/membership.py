@@ -9,7 +9,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch.distributed import Work
 
@@ -18,9 +18,6 @@ from phalanx.backend import deadlock_detector, known_failures
 from phalanx.backend.threads import CollectiveThread, MessageThread
 from phalanx.errors import UsageError
 from phalanx.observe import exception_hook
-
-if TYPE_CHECKING:
-    from phalanx.backend.work import MessageWork
 
 _STOP_SECONDS = 2.0
 """The time that the operations of a broken group have to end, in seconds."""
@@ -59,8 +56,8 @@ class Membership(_native.OperationState):
         self.rank_label = f"rank {rank}/{size}"
         self.coalesced_works: list[Work] | None = None
         """The works of the operations that are being coalesced."""
-        self.messages: set[MessageWork] = set()
-        """The messages under way, whose memory the core uses."""
+        self.messages: set[Any] = set()
+        """The works of messages under way, whose memory the core uses."""
         self.collective_thread = CollectiveThread(f"phalanx-{name}-collectives", self)
         self.message_thread = MessageThread(f"phalanx-{name}-messages", native)
         _memberships.add(self)
