@@ -1,10 +1,10 @@
 """How a rank leaves a group: it completes what it has posted.
 
 Collectives and sends are completed, as long as their peers take part and within the timeout of the
-group. Then the rank announces that it posts no more. A receive is completed if its message comes. It
-is given up when none can come, since all ranks that might send it have left or announced the same;
-so two ranks that wait for messages of each other leave. Nobody has waited for such a receive, so it
-is no failure. All other failures that nobody has seen are raised by `destroy_process_group`.
+group. Then the rank announces that it posts no more. A receive is completed if its message comes,
+and is given up when none can come, since all ranks that might send it have left or announced the
+same; so two ranks that wait for messages of each other leave. Nobody has waited for such a receive,
+so it is no failure. All other failures that nobody has seen are raised by `destroy_process_group`.
 
 A script that ends without `destroy_process_group()` does the same, with two differences. Nobody can
 use what a receive brings, so receives are given up at once. And the group is not left: peers that
@@ -100,9 +100,9 @@ class _Leaving:
         }
         parts = ", ".join(f"{kind}: {count}" for kind, count in counts.items() if count)
         return (
-            f"waits for {_NOTICE_SECONDS:g} s to leave group '{self._membership.name}', since other "
-            f"ranks have not come to operations that this rank has begun ({parts}). It leaves when "
-            "these have ended, or fail with their timeout"
+            f"has waited for {_NOTICE_SECONDS:g} s to leave group '{self._membership.name}', since "
+            f"other ranks have not come to operations that it has begun ({parts}). It leaves when "
+            "these have ended, or failed by their timeout"
         )
 
 

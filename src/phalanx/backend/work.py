@@ -151,7 +151,7 @@ class PendingWork(Work):
     def __init__(self, outputs: Tensors) -> None:
         super().__init__()
         self.error: BaseException | None = None
-        """The error with which the operation has ended; `exception` is for those who want to see it."""
+        """The error with which the operation has ended, which nobody has seen thereby."""
         self._outputs = outputs
         self._is_done = False
         self._lock = threading.Lock()
