@@ -65,8 +65,9 @@ class _Leaving:
 
     def complete_receives(self) -> None:
         """Wait until all receives have ended or are given up; the others break the group."""
-        self._native.begin_leaving()
         receives = [work for work in list(self._membership.messages) if not work.is_send]
+        if receives:
+            self._native.begin_leaving()
         if not self._wait(lambda: all(self._is_over(work) for work in receives)):
             _fail_first(receives)
 
