@@ -2,8 +2,8 @@
 
 A failed operation whose error nobody has seen must not be lost: it is raised when the rank leaves
 its groups. But once the program has got an error that broke a group, or Ctrl-C, all others are the
-consequences: then a rank that leaves neither waits for what is under way nor raises anything. The
-next group that this process forms begins anew.
+consequences: then a rank that leaves neither waits for what is under way nor raises anything. So it
+is after `abort`. The next group that this process forms begins anew.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ def is_known() -> bool:
     return _state.is_known
 
 
+def mark_known() -> None:
+    """Note that the program knows that an operation fails, or ends it itself."""
+    _state.is_known = True
+
+
 def seen(error: _Error) -> _Error:
     """Note that the program gets an error, and return it."""
-    _state.is_known = True
+    mark_known()
     return error
 
 
@@ -45,5 +50,6 @@ def take() -> BaseException | None:
 
 
 def begin_anew() -> None:
-    """Forget all failures: this process has formed a group."""
-    _state.first, _state.is_known = None, False
+    """Forget a failure that the program knows of: this process has formed another group."""
+    if _state.is_known:
+        _state.first, _state.is_known = None, False

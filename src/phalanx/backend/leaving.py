@@ -119,7 +119,7 @@ def complete(membership: Membership, *, at_exit: bool = False) -> None:
     """
     status = membership.native.failure()
     if status is not None and (status.code, status.reporter) == ("interrupted", membership.rank):
-        known_failures.seen(KeyboardInterrupt())
+        known_failures.mark_known()
     if status is not None or known_failures.is_known():
         return
     leaving = _Leaving(membership)

@@ -421,8 +421,8 @@ class ProcessGroup(dist.ProcessGroup):
             newcomers.close(self.base_store)
         try:
             leaving.complete(membership)
-        except KeyboardInterrupt as error:
-            known_failures.seen(error)
+        except KeyboardInterrupt:
+            known_failures.mark_known()
             raise
         finally:
             membership.stop_threads()
@@ -435,6 +435,7 @@ class ProcessGroup(dist.ProcessGroup):
         if not isinstance(reason, str):
             raise UsageError(f"abort: reason is {reason!r}, expected a str that states the reason")
         if not self._membership.native.closed:
+            known_failures.mark_known()
             self._membership.native.abort(encodable(reason))
             self._nccl.abort()
             self.shutdown()
@@ -445,6 +446,7 @@ class ProcessGroup(dist.ProcessGroup):
         The peers in all other groups of this process do so too; those groups become unusable.
         """
         if not self._membership.native.closed:
+            known_failures.seen(error)
             fail_all_groups(error)
             self._nccl.abort()
             self.shutdown()

@@ -266,8 +266,8 @@ class CollectiveWork(PendingWork):
                 if seconds and wait_error is not None:
                     raise wait_error(seconds, self._run is None)
                 self._wait_long()
-        except KeyboardInterrupt as error:
-            known_failures.seen(error)
+        except KeyboardInterrupt:
+            known_failures.mark_known()
             raise
         if self.error is not None:
             membership.propagate_deadlock(self._group)
