@@ -240,6 +240,14 @@ nb::class_<PyGroup> bind_group(nb::module_& module) {
           "has_gone",
           [](const PyGroup& self, int rank) { return self.require_core()->group.has_gone(rank); },
           nb::arg("rank"))
+      .def("begin_leaving", [](const PyGroup& self) { self.require_core()->group.begin_leaving(); })
+      .def(
+          "posts_no_more",
+          [](const PyGroup& self, int rank) {
+            const auto core = self.require_core();
+            return core->group.is_leaving(rank) || core->group.has_gone(rank);
+          },
+          nb::arg("rank"))
       .def("decide", &decide, nb::arg("number"), nb::arg("rank"), nb::arg("wanted"))
       .def("decision", &decision, nb::arg("number"), nb::arg("rank"))
       .def("publish_successor", &publish_successor, nb::arg("number"), nb::arg("descriptor"),

@@ -1,5 +1,6 @@
 #include "phalanx/arena.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -42,9 +43,19 @@ Arena* Arena::make(Status& status) {
     return nullptr;
   }
   auto* arena = new Arena(std::move(memory));
+  [[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, leave_to_parent);
   // Pairs with the loads in own and locate.
   current.store(arena, std::memory_order_release);
   return arena;
+}
+
+// Runs in a forked child. Its writes to tensors of the parent must not reach the parent.
+void Arena::leave_to_parent() {
+  Arena* arena = current.load(std::memory_order_acquire);  // pairs with the store in make
+  if (arena->is_shared_) {
+    arena->is_shared_ = false;
+    arena->memory_.make_private();
+  }
 }
 
 std::optional<ArenaLocation> Arena::locate(const void* data, std::size_t bytes) {

@@ -230,6 +230,12 @@ void Group::leave() {
   announce(is_failing(rank_) ? Presence::failing : Presence::left, true);
 }
 
+void Group::begin_leaving() {
+  if (!left_ && !is_failing(rank_)) {
+    announce(Presence::leaving, true);
+  }
+}
+
 void Group::fail(bool wake) { announce(Presence::failing, wake); }
 
 void Group::announce(Presence presence, bool wake) {
@@ -260,7 +266,8 @@ Status Group::peer_status(int peer) const {
   if (is_lost(peer)) {
     return Status{.code = Code::peer_lost, .peer = peer, .reporter = rank_};
   }
-  if (segment_->control(peer).presence.load(std::memory_order_seq_cst) == Presence::left) {
+  const auto presence = segment_->control(peer).presence.load(std::memory_order_seq_cst);
+  if (presence == Presence::left || presence == Presence::leaving) {
     // It may have left because it detected in another group that another rank is dead.
     for (int other = 0; other < ranks(); ++other) {
       if (other != rank_ && is_lost(other)) {

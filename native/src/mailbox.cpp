@@ -426,6 +426,12 @@ Failure Mailbox::check_peer(int peer) const {
   if (status.ok()) {
     return status;
   }
+  // A rank that is leaving completes what it has posted: only new messages of it never come. This
+  // rank gives them up by itself if it is leaving too.
+  if (status.code == Code::left && group_.is_leaving(peer) &&
+      (message != nullptr || group_.is_leaving(group_.rank()))) {
+    return Status{};
+  }
   return {status, (message ? message : matching_.any_recv_from(peer))->fingerprint()};
 }
 
@@ -446,7 +452,8 @@ Failure Mailbox::check_any_source() const {
     ++left;
   }
   const bool all_left = left + 1 == group_.ranks();
-  return all_left && !may_send_to_self_ && !expects_remote_ ? last : Status{};
+  const bool waits = !group_.is_leaving(group_.rank());  // otherwise it gives them up by itself
+  return all_left && waits && !may_send_to_self_ && !expects_remote_ ? last : Status{};
 }
 
 Failure Mailbox::check_peers() {

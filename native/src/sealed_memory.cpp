@@ -106,6 +106,14 @@ SealedMemory::~SealedMemory() {
   close_descriptor();
 }
 
+bool SealedMemory::make_private() {
+  void* anew = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE,
+                    descriptor_, 0);
+  // In two steps, since an mmap that fails may already have removed what was at a fixed address.
+  return anew != MAP_FAILED &&
+         mremap(anew, bytes_, bytes_, MREMAP_MAYMOVE | MREMAP_FIXED, base_) == base_;
+}
+
 void SealedMemory::close_descriptor() {
   if (descriptor_ >= 0) {
     ::close(std::exchange(descriptor_, -1));

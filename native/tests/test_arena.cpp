@@ -133,7 +133,17 @@ TEST(a_forked_child_has_its_own_arena) {
     std::byte* own = Arena::own(status)->allocate(100, status);
     good = good && own != data && Arena::locate(own, 100).has_value();
     own[0] = std::byte{2};
-    _exit(good ? 0 : 1);
+    good = good && data[0] == std::byte{1};
+    data[0] = std::byte{3};
+    const pid_t grandchild = fork();
+    if (grandchild == 0) {
+      const bool is_inherited = data[0] == std::byte{3} && own[0] == std::byte{2};
+      data[0] = own[0] = std::byte{4};
+      _exit(is_inherited ? 0 : 1);
+    }
+    int ending = -1;
+    good = good && waitpid(grandchild, &ending, 0) == grandchild && ending == 0;
+    _exit(good && data[0] == std::byte{3} && own[0] == std::byte{2} ? 0 : 1);
   }
   int ending = -1;
   CHECK_EQ(waitpid(child, &ending, 0), child);

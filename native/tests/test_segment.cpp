@@ -17,8 +17,8 @@ namespace {
 
 constexpr std::uint64_t kNonce = 0xfeedface12345678;
 
-// The numbers of layout version 4: a change of any of them requires a new kLayoutVersion.
-static_assert(kLayoutVersion == 4);
+// The numbers of layout version 5: a change of any of them requires a new kLayoutVersion.
+static_assert(kLayoutVersion == 5);
 static_assert(kMagic == 0x584e414c41485001);
 static_assert(kSmallBytes == 16384 && kChunkBytes == 262144 && kRingBytes == 262144);
 static_assert(kOversubscribedChunkBytes == 1048576 && kExchangeBytes == 524288);

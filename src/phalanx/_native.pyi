@@ -497,6 +497,12 @@ class Group:
     def has_gone(self, rank: int) -> bool:
         """Return whether a rank has left, or is dead or dying, even if the group is broken."""
 
+    def begin_leaving(self) -> None:
+        """Announce that this rank posts no more operations; those that it has posted go on."""
+
+    def posts_no_more(self, rank: int) -> bool:
+        """Return whether a rank is leaving, has left, or is dead or dying."""
+
     def decide(self, number: int, rank: int, wanted: str) -> str:
         """Decide on a rank in a round of the agreement on the ranks that go on.
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import re
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -167,6 +169,27 @@ def outlive_the_group() -> None:
 
 def test_memory_is_freed_with_the_last_view(ranks: RankServer) -> None:
     ranks.run(2, outlive_the_group)
+
+
+def a_child_writes() -> None:
+    tensor, own = shared(5_000).fill_(1), [shared(2_000).fill_(2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads and fork, Python 3.12
+        child = os.fork()
+    if child == 0:
+        was_inherited = bool((tensor == 1).all() and (own[0] == 2).all())
+        tensor.fill_(9)
+        own.clear()  # frees nothing of the parent's
+        os._exit(0 if was_inherited and (tensor == 9).all() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (tensor == 1).all()
+    assert (own[0] == 2).all()
+    dist.all_reduce(tensor)
+    assert (tensor == dist.get_world_size()).all()
+
+
+def test_what_a_forked_child_writes_is_its_own(ranks: RankServer) -> None:
+    ranks.run(2, a_child_writes)
 
 
 def test_shapes() -> None:

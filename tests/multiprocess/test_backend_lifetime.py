@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from phalanx.errors import UsageError
+from phalanx.errors import PhalanxError, UsageError
 from tests.ranks import RankServer
 from tests.waiting import wait_for
 
@@ -253,3 +255,95 @@ def pending_when_left() -> None:
 def test_messages_pending_when_the_group_is_left(ranks: RankServer) -> None:
     for rank in ranks.start(2, pending_when_left).join():
         assert rank.code == 0, rank.report()
+
+
+# ---- operations under way when a rank leaves ----
+
+
+def posts_and_leaves() -> list[Any]:
+    """Rank 1 posts its operations when rank 0 has been leaving for longer than a grace period."""
+    init()
+    rank, count = dist.get_rank(), 2_000_000
+    if rank == 1:
+        time.sleep(3)
+    tensors = [torch.full((1000,), float(rank + 1)) for _ in range(100)]
+    for tensor in tensors:
+        dist.all_reduce(tensor, async_op=True)
+    received = torch.full((count,), -1.0)
+    dist.irecv(received, 1 - rank)
+    dist.isend(torch.full((count,), float(rank)), 1 - rank)
+    dist.destroy_process_group()
+    return [tensors[-1].tolist(), received[[0, -1]].tolist()]
+
+
+def test_what_was_posted_is_completed(ranks: RankServer) -> None:
+    ended = ranks.start(2, posts_and_leaves, timeout=None).join()
+    for rank in ended:
+        assert rank.code == 0, rank.report()
+        assert rank.value == [[3.0] * 1000, [1.0 - rank.rank] * 2]
+
+
+def leaves_with_receives() -> None:
+    """Each rank waits for messages that nobody sends."""
+    init()
+    works = [dist.irecv(torch.ones(3), 1 - dist.get_rank()), dist.irecv(torch.ones(3))]
+    dist.destroy_process_group()
+    for work in works:
+        with pytest.raises((UsageError, dist.DistBackendError), match="left"):
+            work.wait()
+
+
+def test_receives_without_a_message_are_given_up(ranks: RankServer) -> None:
+    ranks.run(2, leaves_with_receives, timeout=None)
+
+
+def leaves_with_a_failure(sees_it: bool) -> None:
+    init()
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+        return
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    if sees_it:
+        with pytest.raises(PhalanxError):
+            work.wait()
+        dist.destroy_process_group()
+    else:
+        with pytest.raises(PhalanxError, match=r"rank 1 .*left"):
+            dist.destroy_process_group()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("sees_it", [True, False])
+def test_an_error_that_nobody_has_seen(ranks: RankServer, sees_it: bool) -> None:
+    ranks.run(2, leaves_with_a_failure, sees_it, timeout=None)
+
+
+def leaves_after_an_exception() -> None:
+    init()
+    try:
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(3), async_op=True)
+            raise ZeroDivisionError
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_exception_is_not_replaced(ranks: RankServer) -> None:
+    first, second = ranks.start(2, leaves_after_an_exception, timeout=None).join()
+    assert isinstance(first.error, ZeroDivisionError), first.report()
+    assert second.code == 0, second.report()
+
+
+def ends_with_a_failure() -> None:
+    init()
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(3), async_op=True)
+    else:
+        dist.destroy_process_group()
+
+
+def test_an_error_at_the_end_of_a_script(ranks: RankServer) -> None:
+    first, second = ranks.start(2, ends_with_a_failure, timeout=None).join()
+    assert (first.code, second.code) == (0, 0)
+    assert re.search(r"phalanx: .*all_reduce.*rank 1 .*left", first.stderr), first.stderr
+    assert second.stderr == ""

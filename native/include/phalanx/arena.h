@@ -27,8 +27,9 @@ struct ArenaLocation {
 
 class Arena {
  public:
-  // Returns this process's arena, created by the first call. A forked child creates its own. Null
-  // with `system` and errno if that fails.
+  // Returns this process's arena, created by the first call. A forked child creates its own, and
+  // what it writes to its parent's is seen by nobody else. Null with `system` and errno if that
+  // fails.
   static Arena* own(Status& status);
   // Returns the location of [data, data + bytes), if it lies in this process's arena.
   static std::optional<ArenaLocation> locate(const void* data, std::size_t bytes);
@@ -48,9 +49,11 @@ class Arena {
  private:
   explicit Arena(SealedMemory memory);
   static Arena* make(Status& status);
+  static void leave_to_parent();
 
   SealedMemory memory_;
   pid_t owner_;
+  bool is_shared_ = true;  // writer: leave_to_parent, in a process that has one thread
   mutable std::mutex mutex_;
   std::map<std::size_t, std::size_t> free_;  // offset to size; neighbours are merged
   std::map<std::size_t, std::size_t> used_;

@@ -110,6 +110,12 @@ class Group {
   // Announces that this rank takes no further part, and wakes the ranks that wait for it. A process
   // that ends without leaving is lost to its peers, with its exit code as the reason.
   void leave();
+  // Announces that this rank posts no more operations. Those that it has posted go on.
+  void begin_leaving();
+  // Whether `peer` has announced that, and has not left yet.
+  bool is_leaving(int peer) const {
+    return segment_->control(peer).presence.load(std::memory_order_seq_cst) == Presence::leaving;
+  }
   // Whether `peer` has announced that an exception ends it.
   bool is_failing(int peer) const {
     return segment_->control(peer).presence.load(std::memory_order_seq_cst) == Presence::failing;
@@ -126,7 +132,7 @@ class Group {
   }
   // Whether `peer` has left, or is dead or dying, also if the group is broken.
   bool has_gone(int peer) const;
-  // Ok while `peer` may still come: it has not gone, and the group is not broken.
+  // Ok while `peer` may still come: it has not gone, is not leaving, and the group is not broken.
   Status peer_status(int peer) const;
 
  private:

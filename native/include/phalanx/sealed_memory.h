@@ -50,6 +50,10 @@ class SealedMemory {
   int descriptor() const { return descriptor_; }
   // The memory lives as long as it is mapped.
   void close_descriptor();
+  // Maps it anew at the same address, so that what this process writes from now on is its own. It
+  // reads what others write, except in pages that it has written. For a forked child: calls nothing
+  // but the kernel. False, without any effect, if that fails.
+  bool make_private();
 
  private:
   std::byte* base_ = nullptr;

@@ -25,7 +25,7 @@
 namespace phalanx {
 
 inline constexpr std::uint64_t kMagic = 0x584e414c41485001;  // "\1PHALANX"
-inline constexpr std::uint32_t kLayoutVersion = 4;
+inline constexpr std::uint32_t kLayoutVersion = 5;
 inline constexpr std::size_t kCacheLine = 64;
 inline constexpr int kMaxRanks = 512;
 
@@ -81,8 +81,9 @@ struct Header {
 static_assert(sizeof(Header) == 2 * kCacheLine);
 static_assert(offsetof(Header, abort_word) == kCacheLine);
 
-// failing: an uncaught exception ends the process, which takes no further part.
-enum class Presence : std::uint32_t { absent = 0, joined = 1, left = 2, failing = 3 };
+// failing: an uncaught exception ends the process, which takes no further part. leaving: the rank
+// posts no more operations, and takes part until those that it has posted have ended.
+enum class Presence : std::uint32_t { absent = 0, joined = 1, left = 2, failing = 3, leaving = 4 };
 
 // The entry of a rank into a collective, in one cache line; writer: the rank. A peer that awaits it
 // reads the rest once it finds the number. A rank writes the next entry to this place only when all

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from phalanx import _native, torch_versions
+from phalanx.backend import known_failures
 from phalanx.backend.call_site import call_site, short_site
 from phalanx.backend.execution import DONE
 from phalanx.backend.instrumentation import active_mode_count, is_profiling
@@ -123,7 +124,8 @@ def _fail_collective(
 ) -> NoReturn:
     """Raise the error of a collective that failed in the core."""
     operation = name, subject, op, root
-    raise group._executor.error(status, operation, timeout, _format_site(site))
+    error = group._executor.error(status, operation, timeout, _format_site(site))
+    raise known_failures.seen(error)
 
 
 def _fail_message(
@@ -139,7 +141,8 @@ def _fail_message(
     """Raise the error of a message that failed in the core."""
     native = group._membership.native
     site_text = _format_site(site)
-    raise group._messages.error(native, name, tensor, peer, tag, timeout, site_text, status)
+    error = group._messages.error(native, name, tensor, peer, tag, timeout, site_text, status)
+    raise known_failures.seen(error)
 
 
 def _format_site(site: int) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch.distributed import Work
 
 from phalanx import _native
+from phalanx.backend import known_failures
 from phalanx.backend.call_site import call_site, short_site
 from phalanx.backend.collectives import NativeCall
 from phalanx.backend.failure import status_error, wait_timeout_error
@@ -97,7 +98,8 @@ class CollectiveExecutor:
             return self._enqueue(operation, call, opts, outputs, keep_alive, timeout)
         status = call(timeout)
         if status is not None:
-            raise self.error(status, (name, subject, op, root), timeout, call_site())
+            error = self.error(status, (name, subject, op, root), timeout, call_site())
+            raise known_failures.seen(error)
         for tensor, flat in outputs:
             if flat is not tensor:
                 copy_back(tensor, flat)
@@ -217,5 +219,5 @@ def _is_small(subject: torch.Tensor | None) -> bool:
 
 def _run_here(work: CollectiveWork, run: Callable[[], None]) -> None:
     run()
-    if isinstance(error := work.exception(), KeyboardInterrupt):
-        raise error
+    if isinstance(work.error, KeyboardInterrupt):
+        raise known_failures.seen(work.error)

@@ -1,17 +1,12 @@
-"""The membership of this rank in a group: the state and threads of the group, and its end.
+"""The membership of this rank in a group: the state and threads of the group.
 
-A script that ends without `destroy_process_group()` must end cleanly, so the threads are stopped
-while the interpreter still runs. The group is not left: peers that still need this rank learn of
-its death, with the exit code as the reason. A forked child (a DataLoader's worker) inherits the
-object, but not the membership.
+A forked child (a DataLoader's worker) inherits the object, but not the membership.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
-import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -19,13 +14,14 @@ from typing import Any, NoReturn
 from torch.distributed import Work
 
 from phalanx import _native
-from phalanx.backend import deadlock_detector
+from phalanx.backend import deadlock_detector, known_failures
 from phalanx.backend.threads import CollectiveThread, MessageThread
 from phalanx.errors import UsageError
-from phalanx.observe import exception_hook, recorder
+from phalanx.observe import exception_hook
 
 _STOP_SECONDS = 2.0
-_LEFT_ERRORS = (ValueError, UsageError)
+"""The time that the operations of a broken group have to end, in seconds."""
+LEFT_ERRORS = (ValueError, UsageError)
 """Errors of a group that another thread leaves in the meantime."""
 
 
@@ -60,9 +56,12 @@ class Membership(_native.OperationState):
         self.rank_label = f"rank {rank}/{size}"
         self.coalesced_works: list[Work] | None = None
         """The works of the operations that are being coalesced."""
+        self.messages: set[Any] = set()
+        """The works of messages under way, whose memory the core uses."""
         self.collective_thread = CollectiveThread(f"phalanx-{name}-collectives", self)
         self.message_thread = MessageThread(f"phalanx-{name}-messages", native)
         _memberships.add(self)
+        known_failures.begin_anew()
 
     def leave(self) -> None:
         """Leave the group and notify its peers; the threads must have been stopped."""
@@ -72,8 +71,15 @@ class Membership(_native.OperationState):
             "form another one with init_process_group or new_group"
         )
 
-    def stop_threads(self, grace_seconds: float = _STOP_SECONDS) -> None:
-        """End the group's threads; operations that do not end in time abort the group."""
+    def stop_threads(self, grace_seconds: float | None = None) -> None:
+        """End the group's threads; operations that do not end in time abort the group.
+
+        Those of a group that works have been completed before (see `leaving`).
+
+        Args:
+            grace_seconds: The time that they have, in seconds; None for the usual one.
+        """
+        grace_seconds = _STOP_SECONDS if grace_seconds is None else grace_seconds
         if not self.collective_thread.stop(grace_seconds):
             self.native.abort("it left with an operation in progress")
             self.collective_thread.stop(_STOP_SECONDS)
@@ -96,9 +102,13 @@ _memberships: weakref.WeakSet[Membership] = weakref.WeakSet()
 _inherited_groups: list[_native.Group] = []
 
 
+def memberships() -> list[Membership]:
+    """Return the memberships in all groups that this process has not left."""
+    return [each for each in list(_memberships) if not each.native.closed]
+
+
 def _native_groups() -> list[_native.Group]:
-    """Return all groups that this process has not left."""
-    return [each.native for each in list(_memberships) if not each.native.closed]
+    return [each.native for each in memberships()]
 
 
 def fail_all_groups(error: BaseException) -> None:
@@ -116,14 +126,14 @@ def has_collectives_elsewhere(native: _native.Group) -> bool:
 
 def detect_deadlocks() -> bool:
     """Call `deadlock_detector.detect_deadlock` with all groups of this process."""
-    with contextlib.suppress(*_LEFT_ERRORS):
+    with contextlib.suppress(*LEFT_ERRORS):
         return deadlock_detector.detect_deadlock(_native_groups())
     return False
 
 
 def propagate_deadlock(native: _native.Group) -> None:
     """Pass a deadlock that broke `native` on to other ranks, before this rank raises the error."""
-    with contextlib.suppress(*_LEFT_ERRORS):
+    with contextlib.suppress(*LEFT_ERRORS):
         deadlock_detector.propagate_deadlock(native, _native_groups())
 
 
@@ -135,18 +145,6 @@ def _mark_failed(reason: str = "") -> None:
     for wake in (False, True):
         for native in natives:
             native.fail(wake, reason)
-
-
-def _stop_at_exit() -> None:
-    # After an uncaught exception, peers should learn of this rank's end at once.
-    is_failing = hasattr(sys, "last_value")
-    for membership in list(_memberships):
-        native = membership.native
-        if not native.closed:
-            membership.stop_threads(0.0 if is_failing else _STOP_SECONDS)
-            if not isinstance(native, _native.Group):  # it has connections to other hosts
-                native.disconnect(abrupt=is_failing)
-    recorder.close()
 
 
 def _replace_in_child() -> None:
@@ -162,5 +160,4 @@ def _replace_in_child() -> None:
 
 exception_hook.on_failure(_mark_failed)
 _native.set_watcher(detect_deadlocks)
-atexit.register(_stop_at_exit)
 os.register_at_fork(after_in_child=_replace_in_child)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import _native
+from phalanx.backend import known_failures
 from phalanx.backend.call_site import call_site, short_site
 from phalanx.backend.failure import format_peer, left_group_error, status_error
 from phalanx.backend.instrumentation import (
@@ -56,7 +57,6 @@ class Messages:
     def __init__(self, membership: Membership, size: int) -> None:
         self._membership = membership
         self._size = size
-        self._active: set[MessageWork] = set()
         self._active_limit = 64
 
     def send(self, operator: OperatorCall, dst: int, tag: int, blocking: bool) -> dist.Work:
@@ -73,7 +73,8 @@ class Messages:
             timeout = self._membership.timeout
             status = native.send(flat.data_ptr(), flat.numel(), code, dst, tag, timeout)
             if status is not None:
-                raise self.error(native, "send", tensor, dst, tag, timeout, call_site(), status)
+                error = self.error(native, "send", tensor, dst, tag, timeout, call_site(), status)
+                raise known_failures.seen(error)
             return _DONE
         message = native.isend(flat.data_ptr(), flat.numel(), code, dst, tag)
         return self._make_work("send", native, message, tensor, flat, dst, tag)
@@ -93,7 +94,8 @@ class Messages:
         timeout = self._membership.timeout
         source = native.recv(flat.data_ptr(), flat.numel(), code, src, tag, timeout)
         if not isinstance(source, int):
-            raise self.error(native, "recv", tensor, src, tag, timeout, call_site(), source)
+            error = self.error(native, "recv", tensor, src, tag, timeout, call_site(), source)
+            raise known_failures.seen(error)
         _finish_recv(native, tensor, flat)
         return _DONE if src >= 0 else FinishedWork([tensor], source)
 
@@ -120,9 +122,9 @@ class Messages:
 
     def abandon(self) -> None:
         """End the works of all messages, whose group this rank has left."""
-        for work in list(self._active):
+        for work in list(self._membership.messages):
             work.abandon(left_group_error(self._membership, "a message"))
-        self._active.clear()
+        self._membership.messages.clear()
 
     def _make_work(
         self,
@@ -143,7 +145,7 @@ class Messages:
         site_number = _native.call_site()
 
         def on_done(status: _native.Status | None, seconds: float) -> BaseException | None:
-            self._active.discard(work)
+            membership.messages.discard(work)
             if status is not None:
                 site = short_site(_native.call_site_text(site_number))
                 return self.error(native, name, tensor, peer, tag, seconds, site, status)
@@ -152,7 +154,15 @@ class Messages:
             return None
 
         thread = membership.message_thread
-        work = MessageWork(message, native, on_done, [tensor], thread, membership.timeout)
+        work = MessageWork(
+            message,
+            native,
+            on_done,
+            [tensor],
+            thread,
+            membership.timeout,
+            is_send=name == "send",
+        )
         self._keep_alive(work)
         thread.start()
         if membership.coalesced_works is not None:
@@ -161,11 +171,12 @@ class Messages:
 
     def _keep_alive(self, work: MessageWork) -> None:
         """Keep a message alive until it is done, since the core uses its memory."""
-        self._active.add(work)
-        if len(self._active) >= self._active_limit:
-            for message in list(self._active):
+        active = self._membership.messages
+        active.add(work)
+        if len(active) >= self._active_limit:
+            for message in list(active):
                 message.is_completed()  # removes it if so
-            self._active_limit = max(64, 2 * len(self._active))
+            self._active_limit = max(64, 2 * len(active))
 
     def error(
         self,

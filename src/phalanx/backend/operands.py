@@ -246,12 +246,15 @@ def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -
 
     Use it for data that is communicated repeatedly, such as gradient buckets; large operations then
     run at about the speed of memory. In all other respects, the tensor and its views are ordinary
-    CPU tensors. Collectives take the fast path if the tensors of all ranks that provide data (for a
-    broadcast, only the root) are in such memory, and stage them through the segment otherwise. This
-    works with any group, and no other rank has to call this function.
+    CPU tensors, except that their storage cannot be resized (`resize_`), like that of a tensor from
+    `torch.from_numpy`. Collectives take the fast path if the tensors of all ranks that provide data
+    (for a broadcast, only the root) are in such memory, and stage them through the segment
+    otherwise. This works with any group, and no other rank has to call this function.
 
     The memory belongs to this process. It is allocated at once, and freed when the tensor and its
-    views are gone. In a forked child, the tensor is an ordinary one.
+    views are gone. What a forked child writes to it is seen by nobody else. Pages that the child
+    has not written have what its parent writes, and zeros once the parent has freed the tensor: a
+    `clone()` in the child is independent of that.
 
     Args:
         size: Shape, as for `torch.empty`: several integers or one sequence.

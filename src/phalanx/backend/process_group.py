@@ -29,7 +29,14 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from phalanx import env
 from phalanx._native import is_misplaced, overlap
-from phalanx.backend import direct_calls, formation, newcomers, torch_patches
+from phalanx.backend import (
+    direct_calls,
+    formation,
+    known_failures,
+    leaving,
+    newcomers,
+    torch_patches,
+)
 from phalanx.backend.call_site import call_site
 from phalanx.backend.collectives import (
     NativeCall,
@@ -400,14 +407,24 @@ class ProcessGroup(dist.ProcessGroup):
         self._membership.timeout = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Leave the group and notify its peers.
+        """Complete the operations under way, leave the group and notify its peers.
 
-        Operations in progress that do not end within two seconds abort the group.
+        Blocks until asynchronous collectives, sends, and receives whose message comes have ended,
+        for at most the timeout of the group after the end of each (see `leaving`).
+        `destroy_process_group` then raises the error of one that failed, unless the program has got
+        an error of an operation, or has an exception in hand.
         """
         membership = self._membership
-        if not membership.native.closed:
-            if self.accepts_newcomers and membership.native.failure() is None:
-                newcomers.close(self.base_store)
+        if membership.native.closed:
+            return
+        if self.accepts_newcomers and membership.native.failure() is None:
+            newcomers.close(self.base_store)
+        try:
+            leaving.complete(membership)
+        except KeyboardInterrupt:
+            known_failures.mark_known()
+            raise
+        finally:
             membership.stop_threads()
             self._nccl.shutdown()
             membership.leave()
@@ -418,6 +435,7 @@ class ProcessGroup(dist.ProcessGroup):
         if not isinstance(reason, str):
             raise UsageError(f"abort: reason is {reason!r}, expected a str that states the reason")
         if not self._membership.native.closed:
+            known_failures.mark_known()
             self._membership.native.abort(encodable(reason))
             self._nccl.abort()
             self.shutdown()
@@ -428,6 +446,7 @@ class ProcessGroup(dist.ProcessGroup):
         The peers in all other groups of this process do so too; those groups become unusable.
         """
         if not self._membership.native.closed:
+            known_failures.seen(error)
             fail_all_groups(error)
             self._nccl.abort()
             self.shutdown()

@@ -12,6 +12,7 @@ drops the Python object, which knows when the work has ended.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import torch_versions
+from phalanx.backend import known_failures
 
 _group_class: type[dist.ProcessGroup] | None = None
 """The class of the groups of Phalanx, once the patches have been applied."""
@@ -41,6 +43,7 @@ def apply(group_class: type[dist.ProcessGroup]) -> None:
     if _group_class is None:
         _group_class = group_class
         _patch("monitored_barrier", _monitored_barrier)
+        _patch("destroy_process_group", _destroy_process_group)
         if not torch_versions.GROUPS_SET_TIMEOUT:
             _patch("_set_pg_timeout", _set_pg_timeout)
         _register_kernels()
@@ -72,6 +75,14 @@ def _monitored_barrier(
     if isinstance(timeout, int | float):
         timeout = timedelta(seconds=timeout)
     phalanx_group.monitored_barrier(timeout, wait_all_ranks)
+
+
+def _destroy_process_group(original: Callable[..., None], group: Any = None) -> None:
+    """Destroy groups as PyTorch does, then raise the error of an operation that nobody has seen."""
+    original(group)
+    error = known_failures.take()
+    if error is not None and sys.exc_info()[1] is None:
+        raise error
 
 
 def _set_pg_timeout(original: Callable[..., None], timeout: timedelta, group: Any = None) -> None:

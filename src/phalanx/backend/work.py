@@ -27,7 +27,7 @@ from torch.distributed import Work
 from torch.futures import Future
 
 from phalanx import _native
-from phalanx.backend import deadlock_detector, membership
+from phalanx.backend import deadlock_detector, known_failures, membership
 from phalanx.backend.threads import CollectiveThread, MessageThread
 from phalanx.errors import PhalanxError
 
@@ -152,8 +152,9 @@ class PendingWork(Work):
 
     def __init__(self, outputs: Tensors) -> None:
         super().__init__()
+        self.error: BaseException | None = None
+        """The error with which the operation has ended, which nobody has seen thereby."""
         self._outputs = outputs
-        self._error: BaseException | None = None
         self._is_done = False
         self._lock = threading.Lock()
         self._future: WorkFuture | None = None
@@ -162,10 +163,10 @@ class PendingWork(Work):
         return self._is_done
 
     def is_success(self) -> bool:
-        return self._is_done and self._error is None
+        return self._is_done and self.error is None
 
     def exception(self) -> BaseException | None:
-        return self._error
+        return None if self.error is None else known_failures.seen(self.error)
 
     def synchronize(self) -> None:
         self.wait()
@@ -188,7 +189,7 @@ class PendingWork(Work):
 
     def _complete(self, error: BaseException | None) -> None:
         with self._lock:
-            self._error = error
+            self.error = error
             self._is_done = True
             if self._done_event is not None:
                 self._done_event.set()
@@ -197,10 +198,10 @@ class PendingWork(Work):
             self._resolve(future)
 
     def _resolve(self, future: WorkFuture) -> None:
-        if self._error is None:
+        if self.error is None:
             future.set_result(self._outputs)
         else:
-            future.fail(self._error)
+            future.fail(self.error)
 
 
 class CollectiveWork(PendingWork):
@@ -237,7 +238,7 @@ class CollectiveWork(PendingWork):
         return self._is_done
 
     def is_success(self) -> bool:
-        return self.is_completed() and self._error is None
+        return self.is_completed() and self.error is None
 
     def execute(self) -> None:
         """Run the operation in the current thread, that of the group or of the caller."""
@@ -250,6 +251,8 @@ class CollectiveWork(PendingWork):
             error = caught
         del run
         self._wait_error = None  # frees the tensors that it references
+        if error is not None:
+            known_failures.unseen(error)
         self._complete(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -260,20 +263,24 @@ class CollectiveWork(PendingWork):
         """
         self._thread.hand_over()
         wait_error, seconds = self._wait_error, timeout_seconds(timeout, 0.0)
-        if not self._done_event.wait(seconds or _SHORT_SECONDS):
-            if seconds and wait_error is not None:
-                raise wait_error(seconds, self._run is None)
-            self._wait_long()
-        if self._error is not None:
+        try:
+            if not self._done_event.wait(seconds or _SHORT_SECONDS):
+                if seconds and wait_error is not None:
+                    raise wait_error(seconds, self._run is None)
+                self._wait_long()
+        except KeyboardInterrupt:
+            known_failures.mark_known()
+            raise
+        if self.error is not None:
             membership.propagate_deadlock(self._group)
-            raise self._error
+            raise known_failures.seen(self.error)
         return True
 
     def _wait_until_done(self) -> None:
         self._thread.hand_over()
         if not self._done_event.wait(_SHORT_SECONDS):
             self._wait_long()
-        if self._error is not None:
+        if self.error is not None:
             membership.propagate_deadlock(self._group)
 
     def _wait_long(self) -> None:
@@ -320,6 +327,7 @@ class MessageWork(PendingWork):
         outputs: A list of the tensor.
         thread: The thread that watches the message if a future is requested.
         timeout: The default timeout of a wait and the timeout of a future, in seconds.
+        is_send: Whether it is a send.
     """
 
     def __init__(
@@ -330,8 +338,11 @@ class MessageWork(PendingWork):
         outputs: Tensors,
         thread: MessageThread,
         timeout: float,
+        *,
+        is_send: bool,
     ) -> None:
         super().__init__(outputs)
+        self.is_send = is_send
         self._message = message
         self._group = group
         self._on_done: Callable[[_native.Status | None, float], BaseException | None] | None = (
@@ -348,11 +359,14 @@ class MessageWork(PendingWork):
         may be partly written, and the channel is in the middle of a message.
         """
         if not self._is_done:
-            seconds = timeout_seconds(timeout, self._timeout)
-            self._finish(self._group.wait(self._message, seconds), seconds)
-        if self._error is not None:
-            raise self._error
+            self.finish(timeout_seconds(timeout, self._timeout))
+        if self.error is not None:
+            raise known_failures.seen(self.error)
         return True
+
+    def finish(self, seconds: float) -> None:
+        """Block until the message has ended, for at most some seconds, after which it fails."""
+        self._finish(self._group.wait(self._message, seconds), seconds)
 
     def is_completed(self) -> bool:
         """Return whether the message has ended; makes progress, so polling in a loop completes."""
@@ -361,7 +375,7 @@ class MessageWork(PendingWork):
         return self._is_done
 
     def is_success(self) -> bool:
-        return self.is_completed() and self._error is None
+        return self.is_completed() and self.error is None
 
     def get_future(self) -> Future[Tensors]:
         future = super().get_future()
@@ -377,6 +391,21 @@ class MessageWork(PendingWork):
 
     _source_rank = source_rank
 
+    def give_up(self, error: BaseException) -> bool:
+        """End a receive with `error`, unless its message has come; return whether it has ended."""
+        message: Any = self._message
+        with self._done_lock:
+            if self._on_done is None:
+                return True
+            if isinstance(message, _native.Message):
+                is_given_up = self._group.withdraw(message, -1)
+            else:  # of a group that spans hosts
+                is_given_up = message.give_up()
+            if is_given_up:
+                self._on_done = None
+                self._complete(error)
+            return is_given_up
+
     def abandon(self, error: BaseException) -> None:
         """End the work with `error`, unless it has ended; the message no longer makes progress."""
         with self._done_lock:
@@ -391,7 +420,11 @@ class MessageWork(PendingWork):
         with self._done_lock:
             on_done, self._on_done = self._on_done, None
             if on_done is not None:
-                self._complete(on_done(status, self._timeout if seconds is None else seconds))
+                error = on_done(status, self._timeout if seconds is None else seconds)
+                # A receive that ends since its source has left is missed by nobody.
+                if error is not None and (self.is_send or (status and status.code != "left")):
+                    known_failures.unseen(error)
+                self._complete(error)
 
 
 class WorkFuture(Future[Any]):
@@ -460,14 +493,14 @@ class _FailedValue:
 
     def __reduce__(self) -> NoReturn:
         # C++ pickles a value to find its tensors.
-        raise self.error
+        raise known_failures.seen(self.error)
 
     def __str__(self) -> str:
         return f"{type(self.error).__name__}: {self.error}"
 
 
 def _raise(failed: _FailedValue) -> NoReturn:
-    raise _copy_exception(failed.error)
+    raise _copy_exception(known_failures.seen(failed.error))
 
 
 def _copy_exception(error: BaseException) -> BaseException:

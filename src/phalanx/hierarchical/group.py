@@ -151,6 +151,18 @@ class HierarchicalGroup(PointToPointGroup):
         local = self._local_rank(rank)
         return local is not None and self._native.is_failing(local)
 
+    def begin_leaving(self) -> None:
+        """Announce to this host that this rank posts no more operations."""
+        self._native.begin_leaving()
+
+    def posts_no_more(self, rank: int) -> bool:
+        """Return whether a rank of this host is leaving or gone; True for those of other hosts.
+
+        These do not say so, and a receive from them is given up if its message has not come.
+        """
+        local = self._local_rank(rank)
+        return local is None or self._native.posts_no_more(local)
+
     def has_gone(self, rank: int) -> bool:
         """Return whether a rank has left, or is known to have died, even if the group is broken.
 

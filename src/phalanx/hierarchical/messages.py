@@ -235,6 +235,10 @@ class LocalMessage:
     def status(self) -> GroupFailure | None:
         return self._group._to_failure(self.native.status, 0.0)
 
+    def give_up(self) -> bool:
+        """Withdraw this recv; return whether that succeeded, as no message had come."""
+        return self._group._native.withdraw(self.native, -1)
+
     @property
     def peer(self) -> int:
         local = self.native.peer
@@ -323,6 +327,11 @@ class RemoteMessage:
             report()
 
         threading.Thread(target=wait, name="phalanx-message", daemon=True).start()
+
+    def give_up(self) -> bool:
+        """Return whether no message has come for this recv."""
+        with self._lock:
+            return bool(self.transfers) and all(map(_is_idle, self.transfers))
 
     def drain(self) -> None:
         """Wait, after a failure, until no transfer uses the tensor, for some seconds at most."""
