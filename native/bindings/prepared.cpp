@@ -148,7 +148,7 @@ bool Contents::start() {
   if (core && !is_observed()) {
     mark_call_site(site);
     {
-      const nb::gil_scoped_release release;
+      const WithoutGil released;
       message = prepared->post(*core, true);
     }
     if (message) {
