@@ -105,6 +105,8 @@ class BlockingCall {
   Clock::duration next_watch_{};
 };
 
+// The number of the call site in the user's code. Requires the GIL.
+std::uint32_t find_call_site();
 // Sets the call site in the user's code of this thread's next operation.
 void mark_call_site();
 // The same for a call site that is known.

@@ -93,7 +93,7 @@ PyObject* call_method(PyObject* method, PyObject* const* values, std::size_t fla
     PyObject* work = nullptr;
     if (count == 0) {
       // Without self, which is an error.
-    } else if (preparation == nullptr) {
+    } else if (preparation == nullptr || preparation->site != find_call_site()) {
       work = call_directly<Operation>(values[0], values + 1, count - 1, names, refused);
       if (!refused) {
         return work;

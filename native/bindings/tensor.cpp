@@ -34,7 +34,7 @@ struct TensorView {
   std::int32_t ndim;
   ElementType dtype;
   std::int64_t* shape;
-  std::int64_t* strides;  // in elements
+  std::int64_t* strides;  // in elements; null: the tensor has no gaps
   std::uint64_t byte_offset;
 };
 static_assert(sizeof(TensorView) == 48);
@@ -88,7 +88,7 @@ bool is_contiguous(const TensorView& view, std::size_t& count) {
     count *= static_cast<std::size_t>(view.shape[d]);
   }
   std::int64_t expected = 1;
-  for (int d = view.ndim - 1; d >= 0 && count != 0; --d) {
+  for (int d = view.ndim - 1; view.strides != nullptr && d >= 0 && count != 0; --d) {
     if (view.shape[d] != 1 && view.strides[d] != expected) {
       return false;
     }
