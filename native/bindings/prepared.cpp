@@ -387,7 +387,7 @@ void make_class(const nb::type_object& base) {
 // method of a group.
 nb::object prepare(nb::object plain, nb::handle function, const nb::tuple& arguments,
                    const nb::dict& options, const nb::tuple& tensors, std::uint32_t site) {
-  Preparation own{.site = site, .operation = nullptr, .refused = {}};
+  Preparation own{.site = find_call_site(), .operation = nullptr, .refused = {}};
   Preparation* const outer = std::exchange(preparation, &own);
   const nb::object result =
       nb::steal(PyObject_Call(function.ptr(), arguments.ptr(), options.ptr()));
