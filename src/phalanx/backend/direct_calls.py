@@ -23,10 +23,10 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 from phalanx import _native, env, torch_versions
 from phalanx.backend.call_site import call_site, short_site
 from phalanx.backend.execution import DONE
-from phalanx.backend.instrumentation import active_mode_count, is_profiling
 from phalanx.backend.messages import check_unexpected
 from phalanx.backend.operands import OP_NAMES, OPS
 from phalanx.errors import UsageError
+from phalanx.torch_versions import active_mode_count, conj_view, is_profiling, neg_view
 
 # The options of each operation: their class, and whether they have a root and an operator.
 _OPTIONS: dict[str, tuple[Any, bool, bool]] = {
@@ -107,7 +107,7 @@ def _views() -> list[list[torch.Tensor]]:
     """Return lists of ordinary, negative and conjugate views, which differ in nothing else."""
     tensors = [torch.zeros(4, dtype=torch.complex64, device="cpu") for _ in range(32)]
     # Made in turns, so that unused bytes of their memory do not differ by list.
-    views = [(each.view(4), torch._neg_view(each), torch._conj(each)) for each in tensors]
+    views = [(each.view(4), neg_view(each), conj_view(each)) for each in tensors]
     return [list(each) for each in zip(*views, strict=True)]
 
 

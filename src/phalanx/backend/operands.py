@@ -18,6 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from phalanx import _native
 from phalanx.errors import PhalanxError, UsageError
+from phalanx.torch_versions import has_internal_overlap
 
 _log = logging.getLogger("phalanx")
 _warned: set[str] = set()
@@ -156,7 +157,7 @@ def prepare_output(tensor: torch.Tensor, operation: str) -> torch.Tensor:
         UsageError: As for `prepare_input`, or several elements of the tensor share memory.
     """
     flat = prepare_input(tensor, operation)
-    if flat is not tensor and torch._debug_has_internal_overlap(tensor) == 1:
+    if flat is not tensor and has_internal_overlap(tensor):
         raise UsageError(
             f"{operation}: elements of the tensor of shape {tuple(tensor.shape)} and strides "
             f"{tensor.stride()} share memory (expand()?): pass a tensor of its own, as from clone()"
