@@ -70,9 +70,7 @@ class PreparedOperation : public Prepared {
     return operation_.fail(group().ptr(), status, Operation::kName, seconds, site);
   }
   void finish() const override {
-    if constexpr (requires { Operation::finish(native()); }) {
-      Operation::finish(native());
-    }
+    operation_.finish(native());
   }
   bool is_message() const override {
     return requires(Core& core) { operation_.post(core, true); };

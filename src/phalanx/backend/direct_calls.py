@@ -57,11 +57,16 @@ _BLOCKING = (dist.send, dist.recv)
 def install(group_class: type[dist.ProcessGroup]) -> None:
     """Put direct methods before the general ones of the class of groups, unless `obstacle`.
 
-    With a table of a later version, all operations use the general methods, too.
+    All operations use the general methods, too, if the table has a later version, or tensors look
+    different in memory.
     """
     table, kinds = torch_versions.TENSOR_TABLE, (torch.Tensor, torch.nn.Parameter)
-    queries = torch.Tensor.is_neg, torch.Tensor.is_conj
-    if obstacle() or not _native.set_tensor_api(table, kinds, *queries):
+    is_known = (
+        not obstacle()
+        and _native.set_tensor_api(table, kinds, torch.is_grad_enabled)
+        and _native.find_tensor_memory(*_samples())
+    )
+    if not is_known:
         return
     _native.set_direct_call_environment(
         observer_flags=torch_versions.OBSERVER_FLAGS,
@@ -73,7 +78,6 @@ def install(group_class: type[dist.ProcessGroup]) -> None:
         fail_collective=_fail_collective,
         fail_message=_fail_message,
     )
-    _native.find_view_bits(*_views())
     layouts = {name: layout for name in _OPTIONS if (layout := _layout(name)) is not None}
     _native.install_direct_calls(group_class, layouts)
     _installed.update(layouts, ("send", "recv"))
@@ -103,12 +107,21 @@ def is_installed(operation: str) -> bool:
     return operation in _installed
 
 
-def _views() -> list[list[torch.Tensor]]:
-    """Return lists of ordinary, negative and conjugate views, which differ in nothing else."""
+def _samples() -> list[list[torch.Tensor]]:
+    """Return lists of tensors that differ in one property, by which it is found in memory.
+
+    These are ordinary, negative and conjugate views, tensors that require gradients, and tensors
+    that were changed from 1 to 32 times.
+    """
     tensors = [torch.zeros(4, dtype=torch.complex64, device="cpu") for _ in range(32)]
     # Made in turns, so that unused bytes of their memory do not differ by list.
     views = [(each.view(4), neg_view(each), conj_view(each)) for each in tensors]
-    return [list(each) for each in zip(*views, strict=True)]
+    graded = [each.detach().requires_grad_() for each in tensors]
+    changed = [torch.zeros(4, dtype=torch.complex64, device="cpu") for _ in range(32)]
+    for count, each in enumerate(changed, 1):
+        for _ in range(count):
+            torch.autograd.graph.increment_version(each)
+    return [*(list(each) for each in zip(*views, strict=True)), graded, changed]
 
 
 def _layout(name: str) -> tuple[type, int, int, int, int] | None:

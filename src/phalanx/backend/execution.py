@@ -11,6 +11,7 @@ import torch
 from torch.distributed import Work
 
 from phalanx import _native, torch_versions
+from phalanx.backend.autograd import is_followed, warn_of_backward
 from phalanx.backend.call_site import call_site, short_site
 from phalanx.backend.collectives import NativeCall
 from phalanx.backend.failure import status_error, wait_timeout_error
@@ -89,6 +90,10 @@ class CollectiveExecutor:
             arguments = subject, opts, outputs, None, op, root, keep_alive
             run = partial(self._run_recorded, event, name, call, *arguments)
             return run_observed(operator, inputs, run)
+        if operator is not None and is_followed(operator):
+            work = self.run(name, call, subject, opts, outputs, None, op, root, keep_alive)
+            warn_of_backward(operator)
+            return work
         membership = self._membership
         timeout = timeout_seconds(opts.timeout, membership.timeout)
         if opts.asyncOp or membership.pending:
@@ -98,8 +103,7 @@ class CollectiveExecutor:
         if status is not None:
             raise self.error(status, (name, subject, op, root), timeout, call_site())
         for tensor, flat in outputs:
-            if flat is not tensor:
-                copy_back(tensor, flat)
+            copy_back(tensor, flat)
         return DONE
 
     def _run_recorded(

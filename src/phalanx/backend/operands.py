@@ -13,6 +13,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed import ReduceOp
 from torch.utils.dlpack import from_dlpack
 
@@ -166,11 +167,15 @@ def prepare_output(tensor: torch.Tensor, operation: str) -> torch.Tensor:
 
 
 def copy_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
-    """Copy a result back to the user's tensor if `prepare_output` had made a copy."""
+    """Copy a result back to the user's tensor if `prepare_output` had made a copy.
+
+    Also tells autograd that the tensor was changed.
+    """
     if flat is not tensor:
         # Collectives write to any tensor, regardless of autograd and inference mode.
         with torch.inference_mode():
             tensor.copy_(flat)
+    increment_version(tensor)
 
 
 def check_same_kind(
