@@ -230,6 +230,12 @@ is_cuda_unusable: Callable[[], bool] = torch.cuda._is_in_bad_fork
 """Return whether this process was forked from one that had initialized CUDA."""
 
 
+def can_pickle(tensor: torch.Tensor) -> bool:
+    """Return whether PyTorch can pickle a tensor; it fails for CPU tensors of newer dtypes."""
+    is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return not is_plain or tensor.dtype in torch.storage._dtype_to_storage_type_map()
+
+
 def has_python_key(tensor: torch.Tensor) -> bool:
     """Return whether operators of a tensor go to Python, as those of a wrapper do."""
     return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
@@ -280,5 +286,6 @@ def has_saved_tensor_hooks() -> bool:
 
 
 def is_transformed() -> bool:
-    """Return whether a transform of `torch.func`, such as `vmap`, is active."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Return whether a transform of `torch.func`, such as `vmap`, or forward mode is active."""
+    is_forward_mode = torch.autograd.forward_ad._current_level >= 0
+    return is_forward_mode or torch._C._functorch.peek_interpreter_stack() is not None

@@ -326,7 +326,7 @@ def _get_storage(tensor: Tensor) -> Tensor | None:
 
 
 def _to_bytes(tensor: Tensor) -> bytes:
-    if tensor.dtype is torch.bfloat16 or tensor.is_conj() or tensor.is_neg():
+    if tensor.dtype in WITHOUT_NUMPY or tensor.is_conj() or tensor.is_neg():
         tensor = _flatten(tensor)
     return tensor.numpy().tobytes()
 
