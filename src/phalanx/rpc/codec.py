@@ -17,6 +17,7 @@ from phalanx.rpc.message import (
     ANSWERS,
     MAX_FRAME_SIZE,
     MAX_TENSORS,
+    WITHOUT_NUMPY,
     Frames,
     Kind,
     Message,
