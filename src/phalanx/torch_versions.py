@@ -134,10 +134,10 @@ def shutdown_timeout(options: object, default: int | None = None) -> int | None:
 ErrorType = _distributed_c10d.ErrorType
 """The kinds of failures that a group reports."""
 
-resolve_group: Callable[[str], Any] = _distributed_c10d._resolve_process_group
+resolve_group: Any = _distributed_c10d._resolve_process_group
 """Return the group of a name."""
 
-register_work: Callable[[torch.Tensor, dist.Work], None] = _distributed_c10d._register_work
+register_work: Any = _distributed_c10d._register_work
 """Let `wait_tensor` of a tensor wait for a work."""
 
 
@@ -281,7 +281,7 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 def has_saved_tensor_hooks() -> bool:
     """Return whether hooks are active that get the tensors that autograd saves."""
-    hooks: Any = _autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    hooks: Any = _autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None
 
 
