@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 import types
 from collections.abc import Callable, Iterable
@@ -42,6 +43,8 @@ class RpcServer:
             key, address, agent.reactor, self._add_connection, self._log_rejection
         )
         self._connections: dict[int, LocalConnection] = {}
+        self._receiving = threading.Lock()
+        """Held while messages of the router are received and what must keep their order is done."""
         self._has_rejected = False
         agent.on_close.append(self._close)
 
@@ -81,13 +84,16 @@ class RpcServer:
             connection.close()
             return
         answer = partial(_reply, connection)
-        self._submit((answer, (each, [])) for each in messages)
+        self._submit(self._begin((answer, (each, [])) for each in messages))
 
     def _receive(self, router: RemoteRouter) -> None:
-        messages = router.receive()
-        self._submit(
-            (partial(self._send, router, identity), frames) for identity, frames in messages
-        )
+        # Several threads may do this at the same time, see `_send`.
+        with self._receiving:
+            messages = router.receive()
+            handlers = self._begin(
+                (partial(self._send, router, identity), frames) for identity, frames in messages
+            )
+        self._submit(handlers)
         if len(messages) == router.max_messages:
             self._reactor.submit(partial(self._receive, router))
 
@@ -99,15 +105,16 @@ class RpcServer:
         if router.has_event():
             self._log_rejection()
 
-    def _submit(self, requests: Iterable[tuple[Callable[[Frames], None], Frames]]) -> None:
-        """Queue requests, each with the function that sends its answer.
+    def _begin(
+        self, requests: Iterable[tuple[Callable[[Frames], None], Frames]]
+    ) -> list[tuple[Kind, Callable[[], None]]]:
+        """Begin requests, each with the function that sends its answer; return what handles them.
 
-        Threads take them from the queue in order, and may overtake one another then. What must keep
-        the order of its sender is done at once: changes in references, the first one with the
-        creation of a value; and the announcement that a worker leaves: if its process has died
-        since, it must not count as dead.
+        Threads will take them from a queue in order, and may overtake one another then. So what
+        must keep the order of its sender is done here: changes in references, the first one with
+        the creation of a value. It runs no code of the user.
         """
-        work = []
+        handlers: list[tuple[Kind, Callable[[], None]]] = []
         for answer, frames in requests:
             message = self._agent.parse(frames)
             if message is None:
@@ -117,11 +124,22 @@ class RpcServer:
                 rref_id = RRefId(message.source, message.extra)
                 created = self._agent.owned_values.begin(rref_id, message.source)
             handle = partial(self._handle, answer, message, created)
-            if message.kind in _IN_ORDER:
+            if message.kind is Kind.REF_COUNT:
                 handle()
             else:
-                work.append(handle)
-        self._reactor.submit(*work)
+                handlers.append((message.kind, handle))
+        return handlers
+
+    def _submit(self, handlers: list[tuple[Kind, Callable[[], None]]]) -> None:
+        """Queue what handles requests.
+
+        The announcement that a worker leaves is handled at once: if its process has died since, the
+        worker must not count as dead.
+        """
+        for kind, handle in handlers:
+            if kind is Kind.LEAVE:
+                handle()
+        self._reactor.submit(*(handle for kind, handle in handlers if kind is not Kind.LEAVE))
 
     def _handle(
         self, answer: Callable[[Frames], None], message: Message, created: OwnedValue | None
@@ -280,7 +298,6 @@ def _reclaim_blocks(reply: _Reply) -> None:
         reply.agent.shm_sender.reclaim(int(segment), int(block), reply.message.source)
 
 
-_IN_ORDER = frozenset((Kind.REF_COUNT, Kind.LEAVE))
 _SILENT = frozenset((Kind.REF_COUNT, Kind.LEAVE, Kind.FREE_BLOCKS))
 _HANDLERS: dict[Kind, Callable[[_Reply], None]] = {
     Kind.CALL: _call,
