@@ -91,7 +91,8 @@ class CollectiveExecutor:
             run = partial(self._run_recorded, event, name, call, *arguments)
             return run_observed(operator, inputs, run)
         if operator is not None and is_followed(operator):
-            work = self.run(name, call, subject, opts, outputs, None, op, root, keep_alive)
+            arguments = subject, opts, outputs, None, op, root, keep_alive
+            work = CollectiveExecutor.run(self, name, call, *arguments)  # as in _run_recorded
             warn_of_backward(operator)
             return work
         membership = self._membership
