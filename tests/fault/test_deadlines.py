@@ -124,7 +124,10 @@ METHODS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
         "AllreduceCoalesced",
         lambda g, o: g.allreduce_coalesced([ones(3), ones(4)], o),
     ),
-    "alltoall": ("AllToAll", lambda g, o: g.alltoall([ones(3)] * 2, [ones(3)] * 2, o)),
+    "alltoall": (
+        "AllToAll",
+        lambda g, o: g.alltoall([ones(3), ones(3)], [ones(3), ones(3)], o),
+    ),
     "all_to_all_single": (
         "AllToAll",
         lambda g, o: g.all_to_all_single(ones(6), ones(6), [], [], o),
