@@ -121,7 +121,7 @@ stability: setup-dev ## run all of it N times, beside busy processes, and record
 
 # ---- checks ----
 
-lint: setup-dev ## ruff, mypy, import-linter, clang-format, retired words, clocks in tests, default devices
+lint: setup-dev ## ruff, mypy, import-linter, clang-format, retired words, clocks in tests, default devices, private names
 	$(call section,ruff: rules and format)
 	@ruff check
 	@ruff format --check
@@ -137,6 +137,8 @@ lint: setup-dev ## ruff, mypy, import-linter, clang-format, retired words, clock
 	@python tools/check_clocks.py
 	$(call section,Tensors of the package that depend on the defaults of the user)
 	@python tools/check_factories.py
+	$(call section,Private names of PyTorch)
+	@python tools/check_private_names.py
 
 format: setup-dev ## rewrite the sources in the project's format
 	@ruff check --fix-only --quiet

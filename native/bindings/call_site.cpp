@@ -80,16 +80,6 @@ std::uint32_t site_of(const Frames& at, Code& code) {
   return site->second;
 }
 
-// Requires the GIL.
-std::uint32_t find_call_site() {
-  for (Frames at; !at.end(); at.next()) {
-    if (Code& code = cached_code(at.code()); !code.is_library) {
-      return site_of(at, code);
-    }
-  }
-  return 0;
-}
-
 void set_library_code(std::vector<std::string> prefixes) {
   codes().library_prefixes = std::move(prefixes);
   std::unordered_map<PyCodeObject*, Code> old;
@@ -102,6 +92,15 @@ bool runs_for_others() { return current_caller().thread == Caller::kGroup; }
 void set_caller(std::uint32_t site) { current_caller() = {.site = site, .thread = Caller::kGroup}; }
 
 }  // namespace
+
+std::uint32_t find_call_site() {
+  for (Frames at; !at.end(); at.next()) {
+    if (Code& code = cached_code(at.code()); !code.is_library) {
+      return site_of(at, code);
+    }
+  }
+  return 0;
+}
 
 void mark_call_site() {
   if (!runs_for_others()) {

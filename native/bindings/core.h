@@ -61,6 +61,23 @@ nb::object to_python(const Status& status, const Group& group);
 // Raises OSError for an errno.
 [[noreturn]] void raise_system_error(int error);
 
+// Takes the GIL for a thread that has released it. While the interpreter ends, Python (before 3.14)
+// ends other threads there by unwinding their stack, for which the frames of C++ are not made: such
+// a thread waits here for the end of the process.
+void take_gil(PyThreadState* released) noexcept;
+
+// Releases the GIL for the lifetime of this object.
+class WithoutGil {
+ public:
+  WithoutGil() : released_(PyEval_SaveThread()) {}
+  ~WithoutGil() { take_gil(released_); }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* released_;
+};
+
 // A call of the core that may wait for `seconds`. It begins with the GIL, and releases it until its
 // end if it blocks: most small operations end earlier, and two switches take as long as one of
 // them. While it waits, it checks for Python signals.
@@ -88,6 +105,8 @@ class BlockingCall {
   Clock::duration next_watch_{};
 };
 
+// The number of the call site in the user's code. Requires the GIL.
+std::uint32_t find_call_site();
 // Sets the call site in the user's code of this thread's next operation.
 void mark_call_site();
 // The same for a call site that is known.

@@ -76,7 +76,7 @@ void bind_cow_memory(nb::module_& module) {
           "publish",
           [](CowMemory& self, std::size_t offset, std::size_t bytes) {
             check(self, offset, bytes);
-            const nb::gil_scoped_release release;
+            const WithoutGil released;
             return self.publish(offset, bytes);
           },
           nb::arg("offset"), nb::arg("size"))
@@ -84,7 +84,7 @@ void bind_cow_memory(nb::module_& module) {
           "drop",
           [](CowMemory& self, std::size_t offset, std::size_t bytes) {
             check(self, offset, bytes);
-            const nb::gil_scoped_release release;
+            const WithoutGil released;
             return self.drop(offset, bytes);
           },
           nb::arg("offset"), nb::arg("size"));

@@ -56,9 +56,7 @@ PyObject* call_directly(PyObject* self, PyObject* const* values, Py_ssize_t coun
   if (!status.is_none()) {
     return operation.fail(self, status, Operation::kName, seconds, 0);
   }
-  if constexpr (requires { Operation::finish(native); }) {
-    Operation::finish(native);
-  }
+  operation.finish(native);
   return nb::object(environment().done).release().ptr();
 }
 
@@ -93,7 +91,7 @@ PyObject* call_method(PyObject* method, PyObject* const* values, std::size_t fla
     PyObject* work = nullptr;
     if (count == 0) {
       // Without self, which is an error.
-    } else if (preparation == nullptr) {
+    } else if (preparation == nullptr || preparation->site != find_call_site()) {
       work = call_directly<Operation>(values[0], values + 1, count - 1, names, refused);
       if (!refused) {
         return work;
@@ -167,9 +165,9 @@ void install_direct_calls(nb::handle group_class, const nb::dict& layouts) {
 void bind_direct_calls(nb::module_& module) {
   module.def("find_field", &find_field, nb::arg("objects"), nb::arg("values"), nb::arg("size"));
   module.def("set_tensor_api", &set_tensor_api, nb::arg("table"), nb::arg("types"),
-             nb::arg("is_neg"), nb::arg("is_conj"));
-  module.def("find_view_bits", &find_view_bits, nb::arg("plain"), nb::arg("negative"),
-             nb::arg("conjugate"));
+             nb::arg("is_grad_enabled"));
+  module.def("find_tensor_memory", &find_tensor_memory, nb::arg("plain"), nb::arg("negative"),
+             nb::arg("conjugate"), nb::arg("graded"), nb::arg("changed"));
   module.def("install_direct_calls", &install_direct_calls, nb::arg("group_class"),
              nb::arg("layouts"));
 }

@@ -41,7 +41,7 @@ void close(PyGroup& self) {
     mark_call_site();
     core->mailbox.stop();
     {
-      const nb::gil_scoped_release release;
+      const WithoutGil released;
       core->mailbox.close();
     }
     core->group.leave();

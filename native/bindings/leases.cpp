@@ -87,7 +87,7 @@ void write(LeaseSegment& self, std::uint32_t block, std::uint64_t number, Addres
   if (bytes < kMinUnlockedCopy) {
     std::memcpy(self.data(block), pointer(data), bytes);
   } else {
-    const nb::gil_scoped_release release;
+    const WithoutGil released;
     std::memcpy(self.data(block), pointer(data), bytes);
   }
   self.finish({.block = block, .number = number}, BlockState::leased);
@@ -129,7 +129,7 @@ nb::object take(const ViewPtr& self, std::uint32_t block, std::size_t bytes, dou
     const auto span = std::chrono::duration_cast<Clock::duration>(
         std::chrono::duration<double>(std::min(seconds, 1e6)));
     {
-      const nb::gil_scoped_release release;
+      const WithoutGil released;
       self->wait_for_copy(block, Clock::now() + span);
     }
     taken = self->take(block, bytes);

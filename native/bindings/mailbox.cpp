@@ -15,7 +15,7 @@ MessagePtr py_isend(const PyGroup& self, Address data, std::size_t count, int dt
                     int destination, int tag) {
   const auto core = self.require_core();
   mark_call_site();
-  const nb::gil_scoped_release release;
+  const WithoutGil released;
   return core->mailbox.isend(pointer(data), count, static_cast<DType>(dtype), destination, tag,
                              true);
 }
@@ -24,7 +24,7 @@ MessagePtr py_irecv(const PyGroup& self, Address data, std::size_t count, int dt
                     int tag) {
   const auto core = self.require_core();
   mark_call_site();
-  const nb::gil_scoped_release release;
+  const WithoutGil released;
   return core->mailbox.irecv(pointer(data), count, static_cast<DType>(dtype), source, tag, true);
 }
 
@@ -53,13 +53,13 @@ nb::object py_wait(const PyGroup& self, Message& message, double timeout) {
 
 bool py_test(const PyGroup& self, Message& message) {
   const auto core = self.require_core();
-  const nb::gil_scoped_release release;
+  const WithoutGil released;
   return core->mailbox.test(message);
 }
 
 bool py_withdraw(const PyGroup& self, Message& message, int rank) {
   const auto core = self.require_core();
-  const nb::gil_scoped_release release;
+  const WithoutGil released;
   return core->mailbox.withdraw(message, static_cast<std::int16_t>(rank));
 }
 
@@ -67,7 +67,7 @@ MessagePtr py_begin_remote(const PyGroup& self, std::string_view kind, std::size
                            int rank, int tag) {
   const auto core = self.require_core();
   mark_call_site();
-  const nb::gil_scoped_release release;
+  const WithoutGil released;
   return core->mailbox.begin_remote(kind_of(kind), count, static_cast<DType>(dtype),
                                     static_cast<std::int16_t>(rank), tag);
 }
@@ -75,7 +75,7 @@ MessagePtr py_begin_remote(const PyGroup& self, std::string_view kind, std::size
 // These two do nothing once the group is closed: the end of a message may be noticed after that.
 void py_begin_remote_wait(const PyGroup& self, Message& message) {
   if (const auto core = self.core) {
-    const nb::gil_scoped_release release;
+    const WithoutGil released;
     core->mailbox.begin_remote_wait(message);
   }
 }
@@ -83,26 +83,26 @@ void py_begin_remote_wait(const PyGroup& self, Message& message) {
 void py_end_remote(const PyGroup& self, Message& message, std::string_view outcome, int rank) {
   const Code code = code_of(outcome);
   if (const auto core = self.core) {
-    const nb::gil_scoped_release release;
+    const WithoutGil released;
     core->mailbox.end_remote(message, code, static_cast<std::int16_t>(rank));
   }
 }
 
 std::vector<MessagePtr> py_serve(const PyGroup& self) {
   const auto core = self.require_core();
-  const nb::gil_scoped_release release;
+  const WithoutGil released;
   return core->mailbox.serve();
 }
 
 void py_stop(const PyGroup& self) {
   const auto core = self.require_core();
-  const nb::gil_scoped_release release;
+  const WithoutGil released;
   core->mailbox.stop();
 }
 
 void py_watch(const PyGroup& self, const MessagePtr& message, double timeout) {
   const auto core = self.require_core();
-  const nb::gil_scoped_release release;
+  const WithoutGil released;
   const auto span = std::chrono::duration<double>(std::min(timeout, 24.0 * 3600 * 365));
   core->mailbox.watch(message, Clock::now() + std::chrono::duration_cast<Clock::duration>(span));
 }
@@ -133,7 +133,7 @@ void bind_mailbox(nb::module_& module, nb::class_<PyGroup>& group) {
           "expect_remote",
           [](const PyGroup& self, bool may_come) {
             const auto core = self.require_core();
-            const nb::gil_scoped_release release;
+            const WithoutGil released;
             core->mailbox.expect_remote(may_come);
           },
           nb::arg("may_come"))

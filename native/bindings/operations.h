@@ -16,8 +16,40 @@
 #include "overlap.h"
 #include "phalanx/merged.h"
 #include "tensor.h"
+#include "tensor_memory.h"
 
 namespace phalanx::bindings {
+
+// The tensors that an operation writes, borrowed from its arguments: their versions count its runs.
+class Written {
+ public:
+  // Returns true.
+  bool add(PyObject* tensor) {
+    if (first_ == nullptr) {
+      first_ = tensor;
+    } else {
+      others_.push_back(tensor);
+    }
+    return true;
+  }
+  // Requires the GIL.
+  void count_run() const {
+    if (first_ != nullptr) {
+      count(first_);
+    }
+    std::ranges::for_each(others_, &count);
+  }
+
+ private:
+  static void count(PyObject* tensor) {
+    if (VersionCounter* counter = version_counter(tensor)) {
+      counter->fetch_add(1, std::memory_order_relaxed);  // as torch does it: it orders nothing
+    }
+  }
+
+  PyObject* first_ = nullptr;  // most operations write one, which needs no allocation
+  std::vector<PyObject*> others_;
+};
 
 // The arguments of a method. Each function returns false if the argument is not of the plain kind.
 // Keeps the tensors of lists alive, which another thread may change while an operation runs.
@@ -33,7 +65,10 @@ class Arguments {
   int ranks() const { return core_.group.ranks(); }
   int rank() const { return core_.group.rank(); }
 
-  bool tensor(int index, Operand& operand) const { return read_tensor(values_[index], operand); }
+  bool read(PyObject* tensor, Operand& operand) const {
+    return read_tensor(tensor, operand) && (prepares_ || !is_followed(tensor));
+  }
+  bool tensor(int index, Operand& operand) const { return read(values_[index], operand); }
 
   // A list of one element.
   bool single(int index, nb::object& element) const {
@@ -45,35 +80,39 @@ class Arguments {
     return true;
   }
   bool single_tensor(int index, nb::object& tensor, Operand& operand) const {
-    return single(index, tensor) && read_tensor(tensor.ptr(), operand);
+    return single(index, tensor) && read(tensor.ptr(), operand);
   }
 
   // A list with a tensor of `dtype` for every rank; if `dtype` is unknown, that of the first.
   bool tensors(PyObject* list, std::optional<DType>& dtype, std::vector<Address>& addresses,
-               std::vector<std::uint64_t>& counts) {
+               std::vector<std::uint64_t>& counts, Written* written = nullptr) {
     if (PyList_CheckExact(list) == 0 || PyList_Size(list) != ranks()) {
       return false;
     }
     for (int rank = 0; rank < ranks(); ++rank) {
       Operand operand;
       kept_.push_back(nb::borrow(PyList_GetItem(list, rank)));
-      if (!read_tensor(kept_.back().ptr(), operand) ||
+      if (!read(kept_.back().ptr(), operand) ||
           operand.dtype != dtype.value_or(operand.dtype)) {
         return false;
       }
       dtype = operand.dtype;
       addresses.push_back(operand.address);
       counts.push_back(operand.count);
+      if (written != nullptr) {
+        written->add(kept_.back().ptr());
+      }
     }
     return true;
   }
 
   // A list of one list with a tensor like `like` for every rank.
-  bool tensor_per_rank(int index, const Operand& like, std::vector<Address>& addresses) {
+  bool tensor_per_rank(int index, const Operand& like, std::vector<Address>& addresses,
+                       Written* written = nullptr) {
     nb::object list;
     std::optional<DType> dtype = like.dtype;
     std::vector<std::uint64_t> counts;
-    return single(index, list) && tensors(list.ptr(), dtype, addresses, counts) &&
+    return single(index, list) && tensors(list.ptr(), dtype, addresses, counts, written) &&
            std::ranges::all_of(counts, [&](std::uint64_t count) { return count == like.count; });
   }
 
@@ -142,7 +181,10 @@ struct CollectiveOperation {
   nb::object subject = nb::none();
   ReduceOp op = ReduceOp::none;
   int root = -1;
+  Written written;
 
+  // After a run that succeeded.
+  void finish(const nb::object& /*group*/) const { written.count_run(); }
   static double timeout(const Arguments& arguments, double unset) {
     return arguments.timeout(unset);
   }
@@ -188,7 +230,8 @@ struct BroadcastOperation : CollectiveOperation {
 
   bool parse(Arguments& arguments) {
     return arguments.count_is(2) && arguments.options(1, layout) &&
-           arguments.single_tensor(0, subject, data) && arguments.root(root);
+           arguments.single_tensor(0, subject, data) && arguments.root(root) &&
+           (arguments.rank() == root || written.add(subject.ptr()));
   }
   Status run(Core& core, const Bounds& bounds) const {
     return broadcast(core.group, pointer(data.address), data.count, data.dtype, root, bounds);
@@ -208,7 +251,8 @@ struct AllReduceOperation : CollectiveOperation {
 
   bool parse(Arguments& arguments) {
     return arguments.count_is(2) && arguments.options(1, layout) &&
-           arguments.single_tensor(0, subject, data) && arguments.reduction(data.dtype, op);
+           arguments.single_tensor(0, subject, data) && arguments.reduction(data.dtype, op) &&
+           written.add(subject.ptr());
   }
   Status run(Core& core, const Bounds& bounds) const {
     return all_reduce(core.group, pointer(data.address), data.count, data.dtype, op, bounds);
@@ -226,7 +270,7 @@ struct ReduceOperation : CollectiveOperation {
   bool parse(Arguments& arguments) {
     return arguments.count_is(2) && arguments.options(1, layout) &&
            arguments.single_tensor(0, subject, data) && arguments.root(root) &&
-           arguments.reduction(data.dtype, op);
+           arguments.reduction(data.dtype, op) && (arguments.rank() != root || written.add(subject.ptr()));
   }
   Status run(Core& core, const Bounds& bounds) const {
     return reduce(core.group, pointer(data.address), data.count, data.dtype, op, root, bounds);
@@ -250,7 +294,7 @@ struct AllGatherOperation : CollectiveOperation {
   bool parse(Arguments& arguments) {
     return arguments.count_is(3) && arguments.options(2, layout) &&
            arguments.single_tensor(1, subject, input) &&
-           arguments.tensor_per_rank(0, input, outputs) &&
+           arguments.tensor_per_rank(0, input, outputs, &written) &&
            !is_misplaced(input.address, outputs, input.bytes(), arguments.rank()) &&
            !have_common_memory(outputs, equal_counts(), size_of(input.dtype));
   }
@@ -276,7 +320,7 @@ struct GatherOperation : CollectiveOperation {
     return arguments.count_is(3) && arguments.options(2, layout) && arguments.root(root) &&
            arguments.single_tensor(1, subject, input) &&
            (root != arguments.rank() ||
-            (arguments.tensor_per_rank(0, input, outputs) &&
+            (arguments.tensor_per_rank(0, input, outputs, &written) &&
              !is_misplaced(input.address, outputs, input.bytes(), root) &&
              !have_common_memory(outputs, equal_counts(), size_of(input.dtype))));
   }
@@ -297,7 +341,7 @@ struct ScatterOperation : CollectiveOperation {
 
   bool parse(Arguments& arguments) {
     return arguments.count_is(3) && arguments.options(2, layout) && arguments.root(root) &&
-           arguments.single_tensor(0, subject, output) &&
+           arguments.single_tensor(0, subject, output) && written.add(subject.ptr()) &&
            (root != arguments.rank() ||
             (arguments.tensor_per_rank(1, output, inputs) &&
              !is_misplaced(output.address, inputs, output.bytes(), root)));
@@ -319,7 +363,7 @@ struct ReduceScatterOperation : CollectiveOperation {
 
   bool parse(Arguments& arguments) {
     return arguments.count_is(3) && arguments.options(2, layout) &&
-           arguments.single_tensor(0, subject, output) &&
+           arguments.single_tensor(0, subject, output) && written.add(subject.ptr()) &&
            arguments.tensor_per_rank(1, output, inputs) && arguments.reduction(output.dtype, op) &&
            !is_misplaced(output.address, inputs, output.bytes(), arguments.rank());
   }
@@ -339,7 +383,8 @@ struct PairOperation : CollectiveOperation {
 
   bool parse_pair(Arguments& arguments) {
     subject = nb::borrow(arguments[1]);
-    return arguments.tensor(0, output) && arguments.tensor(1, input) && output.dtype == input.dtype;
+    return arguments.tensor(0, output) && written.add(arguments[0]) && arguments.tensor(1, input) &&
+           output.dtype == input.dtype;
   }
 };
 
@@ -465,7 +510,7 @@ struct AllToAllOperation : CollectiveOperation {
   bool parse(Arguments& arguments) {
     if (!arguments.count_is(3) || !arguments.options(2, layout) ||
         !arguments.tensors(arguments[1], dtype, inputs, input_counts) ||
-        !arguments.tensors(arguments[0], dtype, outputs, output_counts)) {
+        !arguments.tensors(arguments[0], dtype, outputs, output_counts, &written)) {
       return false;
     }
     subject = nb::borrow(PyList_GetItem(arguments[1], 0));
@@ -493,11 +538,11 @@ struct MessageOperation {
   bool parse_message(Arguments& arguments) {
     constexpr long kTags = 1L << 31;
     return arguments.count_is(3) && (arguments.prepares() || caller_waits()) &&
-
            arguments.single_tensor(0, subject, data) &&
            Arguments::integer(arguments[1], arguments.ranks(), peer) &&
            Arguments::integer(arguments[2], kTags, tag);
   }
+  void finish(const nb::object& /*group*/) const {}
   static double timeout(const Arguments&, double unset) { return unset; }
   PyObject* fail(PyObject* group, const nb::object& status, const char* name, double timeout,
                  std::uint32_t site) const {
@@ -536,14 +581,17 @@ struct SendOperation : MessageOperation {
 struct RecvOperation : MessageOperation {
   static constexpr const char* kName = "recv";
 
-  bool parse(Arguments& arguments) { return parse_message(arguments); }
+  Written written;
+
+  bool parse(Arguments& arguments) { return parse_message(arguments) && written.add(subject.ptr()); }
   Status run(Core& core, const Bounds& bounds) const {
     return core.mailbox.recv(pointer(data.address), data.count, data.dtype, peer, tag, bounds);
   }
   MessagePtr post(Core& core, bool detached) const {
     return core.mailbox.irecv(pointer(data.address), data.count, data.dtype, peer, tag, detached);
   }
-  static void finish(const nb::object& group) {
+  void finish(const nb::object& group) const {
+    written.count_run();
     constexpr std::size_t kChecked = std::size_t{1} << 20;
     const PyGroup& native = *nb::inst_ptr<PyGroup>(group);
     if (native.core && native.core->mailbox.unexpected_peak() > kChecked) {

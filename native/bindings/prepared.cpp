@@ -148,7 +148,7 @@ bool Contents::start() {
   if (core && !is_observed()) {
     mark_call_site(site);
     {
-      const nb::gil_scoped_release release;
+      const WithoutGil released;
       message = prepared->post(*core, true);
     }
     if (message) {
@@ -387,7 +387,7 @@ void make_class(const nb::type_object& base) {
 // method of a group.
 nb::object prepare(nb::object plain, nb::handle function, const nb::tuple& arguments,
                    const nb::dict& options, const nb::tuple& tensors, std::uint32_t site) {
-  Preparation own;
+  Preparation own{.site = find_call_site(), .operation = nullptr, .refused = {}};
   Preparation* const outer = std::exchange(preparation, &own);
   const nb::object result =
       nb::steal(PyObject_Call(function.ptr(), arguments.ptr(), options.ptr()));

@@ -70,9 +70,7 @@ class PreparedOperation : public Prepared {
     return operation_.fail(group().ptr(), status, Operation::kName, seconds, site);
   }
   void finish() const override {
-    if constexpr (requires { Operation::finish(native()); }) {
-      Operation::finish(native());
-    }
+    operation_.finish(native());
   }
   bool is_message() const override {
     return requires(Core& core) { operation_.post(core, true); };
@@ -109,6 +107,7 @@ class PreparedOperation : public Prepared {
 // The preparation under way in this thread, if any: methods of groups keep their operation here,
 // and do not run it.
 struct Preparation {
+  std::uint32_t site;  // the call site: a call from elsewhere is that of a signal handler
   std::unique_ptr<Prepared> operation;
   nb::object refused;  // a call that cannot be prepared: (general method, arguments, names)
 };

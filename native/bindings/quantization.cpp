@@ -10,13 +10,13 @@ namespace {
 constexpr std::array kEncodings = {"bfloat16", "int8", "int4"};
 
 void encode(Address out, Address values, Address residual, std::size_t count, int encoding) {
-  const nb::gil_scoped_release release;
+  const WithoutGil released;
   quantize(pointer(out), static_cast<const float*>(pointer(values)),
            static_cast<float*>(pointer(residual)), count, static_cast<Encoding>(encoding));
 }
 
 void decode(Address out, Address encoded, std::size_t count, int encoding) {
-  const nb::gil_scoped_release release;
+  const WithoutGil released;
   dequantize(static_cast<float*>(pointer(out)), pointer(encoded), count,
              static_cast<Encoding>(encoding));
 }

@@ -31,7 +31,7 @@ nb::dict numbers_of(const Names& names) {
 void combine(Address output, const std::vector<Address>& sources, std::size_t count, int dtype,
              int op, double divisor) {
   static_assert(sizeof(Address) == sizeof(void*));
-  const nb::gil_scoped_release release;
+  const WithoutGil released;
   reduce(pointer(output), reinterpret_cast<const void* const*>(sources.data()), sources.size(),
          count, static_cast<DType>(dtype), static_cast<ReduceOp>(op), divisor);
 }

@@ -28,7 +28,7 @@ std::size_t coalesce_rows(const std::vector<Batch>& batches, std::size_t width, 
   for (const Batch& batch : batches) {
     all.push_back(batch_of(batch));
   }
-  const nb::gil_scoped_release release;
+  const WithoutGil released;
   return coalesce_gradients(all, width, static_cast<DType>(dtype), divisor,
                             {.remainder = shard.first, .count = shard.second},
                             {.rows = static_cast<std::int64_t*>(pointer(output.first)),

@@ -28,7 +28,7 @@ RowsPtr create(std::uint64_t rows, std::uint32_t width, std::uint32_t parts, std
   Status status;
   std::unique_ptr<Rows> created;
   {
-    const nb::gil_scoped_release release;  // the kernel zeroes all of it
+    const WithoutGil released;  // the kernel zeroes all of it
     created = Rows::create(shape, nonce, status);
   }
   return ptr_or_raise(std::move(created), status);
@@ -58,7 +58,7 @@ nb::object run_rows(double timeout, Operation&& operation) {
       std::chrono::duration<double>(std::min(timeout, 1e6)));
   RowsResult result;
   {
-    const nb::gil_scoped_release release;
+    const WithoutGil released;
     result = operation(span);
   }
   if (result.ok()) {

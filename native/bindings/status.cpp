@@ -1,4 +1,6 @@
 // The only place that converts a status of the core to a Python object.
+#include <unistd.h>
+
 #include "core.h"
 
 namespace phalanx::bindings {
@@ -68,6 +70,16 @@ void set_watcher(nb::object call) { watcher = call.release().ptr(); }
 
 }  // namespace
 
+void take_gil(PyThreadState* released) noexcept {
+  try {
+    PyEval_RestoreThread(released);
+  } catch (...) {  // pthread_exit, which must not be stopped for good
+    while (true) {
+      pause();
+    }
+  }
+}
+
 thread_local BlockingCall* BlockingCall::current_ = nullptr;
 
 BlockingCall::BlockingCall(double seconds, bool runs_ahead)
@@ -84,7 +96,7 @@ BlockingCall::BlockingCall(double seconds, bool runs_ahead)
 
 BlockingCall::~BlockingCall() {
   if (released_ != nullptr) {
-    PyEval_RestoreThread(released_);
+    take_gil(released_);
   }
   current_ = outer_;
 }
@@ -119,7 +131,7 @@ bool BlockingCall::watch(Clock::time_point now) {
 bool BlockingCall::check_signals() {
   BlockingCall* const call = current_;
   release();
-  PyEval_RestoreThread(std::exchange(call->released_, nullptr));
+  take_gil(std::exchange(call->released_, nullptr));
   const bool interrupted = PyErr_CheckSignals() != 0 || call->watch(Clock::now());
   call->released_ = PyEval_SaveThread();
   return interrupted;

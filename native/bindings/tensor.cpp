@@ -34,7 +34,7 @@ struct TensorView {
   std::int32_t ndim;
   ElementType dtype;
   std::int64_t* shape;
-  std::int64_t* strides;  // in elements
+  std::int64_t* strides;  // in elements; null: the tensor has no gaps
   std::uint64_t byte_offset;
 };
 static_assert(sizeof(TensorView) == 48);
@@ -52,8 +52,7 @@ struct ExchangeApi {
 struct TensorApi {
   const ExchangeApi* table = nullptr;
   std::array<PyTypeObject*, 2> types{};
-  PyObject* is_neg = nullptr;
-  PyObject* is_conj = nullptr;
+  PyObject* is_grad_enabled = nullptr;
 };
 TensorApi api;  // guarded by the GIL; set once
 
@@ -88,7 +87,7 @@ bool is_contiguous(const TensorView& view, std::size_t& count) {
     count *= static_cast<std::size_t>(view.shape[d]);
   }
   std::int64_t expected = 1;
-  for (int d = view.ndim - 1; d >= 0 && count != 0; --d) {
+  for (int d = view.ndim - 1; view.strides != nullptr && d >= 0 && count != 0; --d) {
     if (view.shape[d] != 1 && view.strides[d] != expected) {
       return false;
     }
@@ -97,19 +96,9 @@ bool is_contiguous(const TensorView& view, std::size_t& count) {
   return true;
 }
 
-// Whether the method `query` of a tensor returns False.
-bool denies(PyObject* query, PyObject* tensor) {
-  PyObject* answer = PyObject_Vectorcall(query, &tensor, 1, nullptr);
-  Py_XDECREF(answer);
-  return answer == Py_False;
-}
-
-bool is_complex(DType dtype) { return dtype == DType::complex64 || dtype == DType::complex128; }
-
 }  // namespace
 
-bool set_tensor_api(nb::handle capsule, const nb::tuple& types, nb::handle is_neg,
-                    nb::handle is_conj) {
+bool set_tensor_api(nb::handle capsule, const nb::tuple& types, nb::handle is_grad_enabled) {
   const auto* table =
       static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   if (table == nullptr) {
@@ -121,8 +110,7 @@ bool set_tensor_api(nb::handle capsule, const nb::tuple& types, nb::handle is_ne
   for (std::size_t i = 0; i < api.types.size(); ++i) {
     api.types[i] = reinterpret_cast<PyTypeObject*>(nb::object(types[i]).release().ptr());
   }
-  api.is_neg = nb::borrow(is_neg).release().ptr();
-  api.is_conj = nb::borrow(is_conj).release().ptr();
+  api.is_grad_enabled = nb::borrow(is_grad_enabled).release().ptr();
   api.table = table;
   return true;
 }
@@ -147,11 +135,20 @@ bool read_tensor(PyObject* tensor, Operand& operand) {
   if (view.data == nullptr && operand.count != 0) {
     return false;
   }
-  const int lazy = is_lazy_view(tensor);
-  if (lazy >= 0) {
-    return lazy == 0;
+  return !is_lazy_view(tensor);
+}
+
+bool is_followed(PyObject* tensor) {
+  if (!may_require_grad(tensor)) {
+    return false;
   }
-  return denies(api.is_neg, tensor) && (!is_complex(operand.dtype) || denies(api.is_conj, tensor));
+  static PyObject* const name = PyUnicode_InternFromString("requires_grad");
+  const nb::object required = nb::steal(PyObject_GetAttr(tensor, name));
+  if (!required.is_valid() || required.ptr() == Py_False) {
+    return !required.is_valid();
+  }
+  const nb::object enabled = nb::steal(PyObject_CallNoArgs(api.is_grad_enabled));
+  return !enabled.is_valid() || enabled.ptr() != Py_False;
 }
 
 }  // namespace phalanx::bindings

@@ -23,12 +23,14 @@ struct Operand {
 
 // Sets torch's table, `torch.Tensor.__dlpack_c_exchange_api__`, and the classes and functions of
 // torch that its tensors are checked with. Returns false if the table has another version.
-bool set_tensor_api(nb::handle capsule, const nb::tuple& types, nb::handle is_neg,
-                    nb::handle is_conj);
+bool set_tensor_api(nb::handle capsule, const nb::tuple& types, nb::handle is_grad_enabled);
 
 // Reads a tensor that the core can use as it is. Returns false for all others: other layouts,
 // devices, dtypes and classes, tensors with gaps, and views that negate or conjugate. Python's
 // error indicator may then be set. Requires the GIL.
 bool read_tensor(PyObject* tensor, Operand& operand);
+
+// Whether autograd follows what happens to a tensor in this thread.
+bool is_followed(PyObject* tensor);
 
 }  // namespace phalanx::bindings

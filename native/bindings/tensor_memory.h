@@ -2,9 +2,10 @@
 //
 // Its layout is not part of any interface, so nothing here is assumed: the position of a field is
 // found once per process, by experiment, among tensors that are known to differ in it. If that
-// fails, as in a later version of torch, the tensor's methods and the C table are asked instead.
+// fails, as in a later version of torch, there are no direct calls.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -12,12 +13,24 @@
 
 namespace phalanx::bindings {
 
-// Finds where tensors keep the bits of negative and conjugate views. Each list has tensors that
-// differ in these only. Returns whether both were found.
-bool find_view_bits(const nb::list& plain, const nb::list& negative, const nb::list& conjugate);
+// Counts the changes of the memory of a tensor and all its views. By it, autograd finds out that a
+// tensor which it has saved for the backward pass was changed since.
+using VersionCounter = std::atomic<std::uint32_t>;
+static_assert(VersionCounter::is_always_lock_free);
 
-// Whether a tensor of a class of torch's own is a negative or conjugate view; -1: unknown.
-int is_lazy_view(PyObject* tensor);
+// Finds where tensors keep the bits of negative and conjugate views, their state in autograd, and
+// their counter. The first three lists have tensors that differ in these bits only; those of
+// `graded` require gradients; `changed` has tensors with many different versions. Returns whether
+// all were found; the functions below require that.
+bool find_tensor_memory(const nb::list& plain, const nb::list& negative, const nb::list& conjugate,
+                        const nb::list& graded, const nb::list& changed);
+
+// Whether a tensor of a class of torch's own is a negative or conjugate view.
+bool is_lazy_view(PyObject* tensor);
+// False if a tensor certainly requires no gradients.
+bool may_require_grad(PyObject* tensor);
+// The counter of a tensor, which keeps it alive; null for an inference tensor, which has none.
+VersionCounter* version_counter(PyObject* tensor);
 
 // A tensor's state at one time, to find out whether it has the same memory, shape and type later.
 class TensorState {

@@ -20,7 +20,7 @@ def register() -> None:
     """Register the backend "phalanx" and the rendezvous schemes `mpi://` and `slurm://`."""
     from torch.distributed import Backend, is_available
 
-    if is_available() and "PHALANX" not in Backend._plugins:
+    if is_available() and not hasattr(Backend, "PHALANX"):
         from torch.distributed.rendezvous import register_rendezvous_handler
 
         for scheme in ("mpi", "slurm"):

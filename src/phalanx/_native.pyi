@@ -675,19 +675,27 @@ def find_field(objects: Sequence[Any], values: Sequence[int], size: int) -> int:
         The position in bytes; -1 unless there is exactly one.
     """
 
-def set_tensor_api(table: Any, types: tuple[type, type], is_neg: Any, is_conj: Any) -> bool:
+def set_tensor_api(table: Any, types: tuple[type, type], is_grad_enabled: Any) -> bool:
     """Set torch's table of C functions, and the classes whose instances it is used for.
 
     Returns False if the table has another version of DLPack.
     """
 
-def find_view_bits(plain: list[Any], negative: list[Any], conjugate: list[Any]) -> bool:
-    """Find where tensors keep the bits of negative and conjugate views; False if that fails.
+def find_tensor_memory(
+    plain: list[Any],
+    negative: list[Any],
+    conjugate: list[Any],
+    graded: list[Any],
+    changed: list[Any],
+) -> bool:
+    """Find where tensors keep what the C table does not tell; False if that fails.
 
     Args:
-        plain: Ordinary views; each list has tensors that differ in these bits only.
+        plain: Ordinary views; the first three lists have tensors that differ in their bits only.
         negative: Negative views.
         conjugate: Conjugate views.
+        graded: Tensors that require gradients.
+        changed: Tensors without gradients, with many different versions.
     """
 
 def set_direct_call_environment(

@@ -21,6 +21,7 @@ __all__ = [
     "advertised_address",
     "assigned_ranks",
     "backend_names",
+    "direct_calls",
     "host_id",
     "integer",
     "interface",
@@ -56,6 +57,13 @@ VARIABLES = {
         "Read by the native core when it is loaded: the widest instruction set that the reduction "
         "kernels may use, `baseline`, `avx2` or `avx512`. Unset: the widest that the processor "
         "supports. Results are the same with each. For comparisons and tests."
+    ),
+    "PHALANX_DIRECT_CALLS": (
+        "`0`: small operations do not go from PyTorch's function to the core in one native call, "
+        "which reads PyTorch's tensors and options where they lie in memory, but take the general "
+        "way, which costs some microseconds more. To find out whether that matters to a fault. "
+        "`1` or unset: direct calls, with the versions of PyTorch that Phalanx is tested with; "
+        "`phalanx doctor` says whether."
     ),
     "PHALANX_REPLACE": (
         "The backends that Phalanx replaces, separated by commas: `gloo`, `mpi`, `tcp`. Set for "
@@ -395,6 +403,15 @@ def replaced_backends(environ: Mapping[str, str] = os.environ) -> tuple[str, ...
     """
     text = environ.get("PHALANX_REPLACE", "")
     return backend_names(text, "PHALANX_REPLACE in the environment") if text.strip() else ()
+
+
+def direct_calls(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether `PHALANX_DIRECT_CALLS` allows direct calls, as it does if it is unset.
+
+    Raises:
+        ValueError: The value is neither 0 nor 1.
+    """
+    return integer("PHALANX_DIRECT_CALLS", minimum=0, maximum=1, environ=environ) != 0
 
 
 def tunnel_host() -> str:

@@ -1,7 +1,8 @@
 """Differences between the supported versions of PyTorch.
 
-No other module compares versions or checks if PyTorch has a name. The methods that PyTorch calls
-on a group are exempt: a group implements the names of all versions at once.
+No other module compares versions, checks if PyTorch has a name, or uses a private name of
+PyTorch. The methods that PyTorch calls on a group are exempt: a group implements the names of all
+versions at once.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _autograd, _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
-from torch.utils import _python_dispatch
+from torch.utils import _python_dispatch, _pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,3 +127,165 @@ def shutdown_timeout(options: object, default: int | None = None) -> int | None:
     """
     timeout: int | None = getattr(options, "shutdown_timeout", default)
     return timeout
+
+
+# ---- private names: groups ----
+
+ErrorType = _distributed_c10d.ErrorType
+"""The kinds of failures that a group reports."""
+
+resolve_group: Any = _distributed_c10d._resolve_process_group
+"""Return the group of a name."""
+
+register_work: Any = _distributed_c10d._register_work
+"""Let `wait_tensor` of a tensor wait for a work."""
+
+
+def world() -> Any:
+    """Return PyTorch's tables of the groups of this process."""
+    return c10d._world
+
+
+def default_store() -> Any:
+    """Return the store of the default group."""
+    return c10d._get_default_store()
+
+
+def pretend_mpi() -> None:
+    """Have PyTorch accept the backend "mpi", with which it was not built."""
+    c10d._MPI_AVAILABLE = True
+
+
+def imported_rpc() -> Any:
+    """Return the C++ part of PyTorch's RPC if it has been imported, else None."""
+    return vars(torch._C).get("_distributed_rpc")
+
+
+def is_own_hostname(host: str) -> bool:
+    """Return whether a name or address belongs to this machine, as PyTorch's rendezvous decides."""
+    from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
+
+    return _matches_machine_hostname(host)
+
+
+# ---- private names: observers ----
+
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+active_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Return the number of dispatch modes that are active in the calling thread."""
+
+push_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
+"""Activate a dispatch mode."""
+
+is_profiling: Callable[[], bool] = _autograd._profiler_enabled
+"""Return whether a profiler records in the calling thread."""
+
+enter_event: Callable[..., Any] = _autograd._record_function_with_args_enter
+"""Begin an event of the profiler with a name and tensors; return its handle."""
+
+exit_event: Callable[[Any], None] = _autograd._record_function_with_args_exit
+"""End an event."""
+
+
+def pop_mode() -> Any:
+    """Deactivate the dispatch mode that was activated last, and return it."""
+    return torch._C._pop_torch_dispatch_stack(None)
+
+
+def top_mode() -> Any:
+    """Return the dispatch mode that was activated last."""
+    return torch._C._get_dispatch_stack_at(active_mode_count() - 1)
+
+
+def exit_event_with(handle: Any, future: torch.futures.Future[None]) -> None:
+    """Let an event end with a future."""
+    torch.ops.profiler._call_end_callbacks_on_jit_fut(handle, future)
+
+
+# ---- private names: tensors and trees of them ----
+
+tree_flatten = _pytree.tree_flatten
+tree_leaves = _pytree.tree_leaves
+tree_map = _pytree.tree_map
+tree_map_only = _pytree.tree_map_only
+tree_unflatten = _pytree.tree_unflatten
+
+foreach_add_: Callable[..., None] = torch._foreach_add_
+"""Add a list of tensors to another, in place."""
+
+foreach_copy_: Callable[..., None] = torch._foreach_copy_
+"""Copy a list of tensors to another."""
+
+neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+"""Return a view that negates."""
+
+conj_view: Callable[[torch.Tensor], torch.Tensor] = torch._conj
+"""Return a view that conjugates."""
+
+BatchNormBase = torch.nn.modules.batchnorm._BatchNorm
+FutureBase = torch._C.Future
+"""The class in C++ of futures."""
+
+is_cuda_unusable: Callable[[], bool] = torch.cuda._is_in_bad_fork
+"""Return whether this process was forked from one that had initialized CUDA."""
+
+
+def can_pickle(tensor: torch.Tensor) -> bool:
+    """Return whether PyTorch can pickle a tensor; it fails for CPU tensors of newer dtypes."""
+    is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return not is_plain or tensor.dtype in torch.storage._dtype_to_storage_type_map()
+
+
+def has_python_key(tensor: torch.Tensor) -> bool:
+    """Return whether operators of a tensor go to Python, as those of a wrapper do."""
+    return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
+
+
+def has_internal_overlap(tensor: torch.Tensor) -> bool:
+    """Return whether elements of a tensor are known to share memory."""
+    return torch._debug_has_internal_overlap(tensor) == 1
+
+
+def storage_use_count(tensor: torch.Tensor) -> int:
+    """Return the number of references to a tensor's storage."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+# ---- private names: autograd ----
+
+DelayedError: Any = torch._C._functions.DelayedError
+"""A function that raises when its result is differentiated."""
+
+backward_node: Callable[[], Any] = torch._C._current_autograd_node
+"""Return the node that a backward pass executes in this thread; None if there is none."""
+
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of the backward pass in this thread; -1 if there is none."""
+
+keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
+"""Return whether the backward pass in this thread keeps the graph."""
+
+will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Return whether the backward pass in this thread executes a node.
+
+Raises RuntimeError within `torch.autograd.grad`.
+"""
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Call a function at the end of the backward pass in this thread."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Return whether hooks are active that get the tensors that autograd saves."""
+    hooks: Any = _autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of `torch.func`, such as `vmap`, or forward mode is active."""
+    is_forward_mode = torch.autograd.forward_ad._current_level >= 0
+    return is_forward_mode or torch._C._functorch.peek_interpreter_stack() is not None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -105,6 +107,35 @@ def test_a_process_ends_cleanly(ranks: RankServer, program: Program, leave: bool
         assert rank.code == 0, rank.report()
         assert rank.stderr == ""
         assert rank.stdout == ""
+
+
+# Daemon threads that come back from the core while the interpreter ends.
+DAEMONS = """
+import ctypes, threading
+from phalanx import _native
+
+buffer = ctypes.create_string_buffer(40_000)
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffer))  # the threads use it to the end
+address = ctypes.addressof(buffer)
+arguments = address, [address], 10_000, _native.DTYPES["float32"], _native.REDUCE_OPS["sum"], 1.0
+turns = [threading.Event() for _ in range(4)]
+
+def reduce_forever(turn):
+    while True:
+        _native.reduce(*arguments)
+        turn.set()
+
+for turn in turns:
+    threading.Thread(target=reduce_forever, args=(turn,), daemon=True).start()
+for turn in turns:
+    turn.wait()
+"""
+
+
+def test_daemon_threads_do_not_disturb_the_exit() -> None:
+    for _ in range(5):
+        ended = subprocess.run([sys.executable, "-c", DAEMONS], capture_output=True, text=True)
+        assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def leave_twice() -> None:

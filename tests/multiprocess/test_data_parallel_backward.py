@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from phalanx.parallel import SharedDataParallel
 from tests.ranks import RankServer
@@ -193,3 +194,21 @@ def assert_close_gradients(model: SharedDataParallel, replica: nn.Module) -> Non
 
 def test_backward_modes_of_linear_layers(ranks: RankServer, seed: int) -> None:
     ranks.run(2, compare_backward_modes, seed)
+
+
+def forward_mode() -> None:
+    """Tangents pass through the wrapper as through the module."""
+    layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    wrapped = SharedDataParallel(copy.deepcopy(layers))
+    layers.load_state_dict(wrapped.module.state_dict())
+    inputs, directions = torch.randn(4, 5), torch.randn(4, 5)
+    tangents = []
+    for module in (wrapped, layers):
+        with forward_ad.dual_level():
+            outputs = module(forward_ad.make_dual(inputs, directions))
+            tangents.append(forward_ad.unpack_dual(outputs).tangent)
+    assert torch.equal(tangents[0], tangents[1])
+
+
+def test_forward_mode(ranks: RankServer) -> None:
+    ranks.run(2, forward_mode)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -264,6 +267,36 @@ def test_methods_look_like_the_general_ones() -> None:
 def test_all_options_are_known() -> None:
     for name in direct_calls._OPTIONS:
         assert direct_calls._layout(name) is not None, name
+
+
+def test_options_with_an_unknown_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = direct_calls._KNOWN_ATTRIBUTES - {"reduceOp"}
+    monkeypatch.setattr(direct_calls, "_KNOWN_ATTRIBUTES", known)
+    assert direct_calls._layout("broadcast") is not None
+    assert direct_calls._layout("all_reduce") is None
+
+
+SWITCHED_OFF = """
+import os, torch, torch.distributed as dist
+from phalanx.backend.process_group import ProcessGroup
+dist.init_process_group("phalanx", store=dist.HashStore(), rank=0, world_size=1)
+tensor = torch.arange(4.0)
+dist.all_reduce(tensor)
+assert tensor.tolist() == [0, 1, 2, 3]
+assert not hasattr(ProcessGroup.allreduce, "__wrapped__")
+dist.destroy_process_group()
+"""
+
+
+def test_the_switch() -> None:
+    environment = {**os.environ, "PHALANX_DIRECT_CALLS": "0", "PHALANX_JOB": "none"}
+    subprocess.run([sys.executable, "-c", SWITCHED_OFF], env=environment, check=True)
+    environment["PHALANX_DIRECT_CALLS"] = "2"
+    ended = subprocess.run(
+        [sys.executable, "-c", SWITCHED_OFF], env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 1
+    assert "PHALANX_DIRECT_CALLS=2 in the environment: expected an integer" in ended.stderr
 
 
 def test_a_field_is_found_if_it_is_the_only_one() -> None:

@@ -261,6 +261,18 @@ def test_sys_exit_0_is_a_success():
     assert phalanx.launch(sys.exit, 2, timeout=LIMIT) == [None, None]
 
 
+def test_tensors_of_dtypes_that_torch_cannot_pickle():
+    import torch
+
+    def same(tensors):
+        return [*tensors, torch.arange(3).to(torch.uint32)]
+
+    given = [torch.arange(3).to(dtype) for dtype in (torch.uint16, torch.float8_e4m3fn)]
+    (results,) = phalanx.launch(same, 1, (given,))
+    assert [each.dtype for each in results] == [torch.uint16, torch.float8_e4m3fn, torch.uint32]
+    assert all(each.tolist() == [0, 1, 2] for each in results)
+
+
 def test_unpicklable_results_and_errors():
     class OddError(Exception):
         def __init__(self, left, right):

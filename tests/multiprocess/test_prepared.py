@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
 import threading
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d  # type: ignore[attr-defined]
 
 import phalanx
 from phalanx.errors import ArgumentTypeError, CollectiveMismatch, CollectiveTimeout, UsageError
@@ -404,6 +406,31 @@ def keeps_its_lists() -> None:
     outputs.clear()
     operation()
     assert [int(part[1]) for part in parts] == [0, 1]
+
+
+def a_handler_comes_between() -> None:
+    """A signal handler runs a collective while one is being prepared."""
+    own, others = torch.ones(3), torch.ones(3)
+    check = distributed_c10d._check_single_tensor
+
+    def disturbed(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+        return check(*arguments)
+
+    signal.signal(signal.SIGUSR1, lambda *_: dist.all_reduce(others))
+    distributed_c10d._check_single_tensor = disturbed
+    try:
+        operation = phalanx.prepare(dist.broadcast, own, 0)
+    finally:
+        distributed_c10d._check_single_tensor = check
+    assert (others == 2).all()
+    own.fill_(5.0 - dist.get_rank())
+    operation()
+    assert (own == 5).all()
+
+
+def test_a_signal_handler_is_not_prepared(ranks: RankServer) -> None:
+    ranks.run(2, a_handler_comes_between)
 
 
 def test_lists_are_copied(ranks: RankServer) -> None:

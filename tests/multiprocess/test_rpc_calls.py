@@ -25,6 +25,8 @@ from tests.waiting import wait_for
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+    *(torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.float8_e4m3fn),
+    *(torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
 ]
 # No elements, a scalar, inline in the message, at the inline limit, through shared memory.
 SHAPES = [(0, 3), (), (7,), (64, 16), (1025,), (3, 1, 50_001), (2**20 + 3,)]
@@ -212,10 +214,16 @@ def check_tensors() -> None:
     assert all(each.requires_grad for each in received.parameters())
 
 
+def bits(tensor: Tensor) -> Tensor:
+    # Not all dtypes have operators.
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8)
+
+
 def assert_same(first: Tensor, second: Tensor) -> None:
     assert first.dtype == second.dtype
     assert first.shape == second.shape
-    assert torch.equal(first, second)
+    assert torch.equal(bits(first), bits(second))
 
 
 def check_copies() -> None:

@@ -18,6 +18,8 @@ from phalanx.rpc import init, server, workers
 from phalanx.rpc.agent import Agent, agent
 from phalanx.rpc.message import Kind
 from phalanx.rpc.peer import Peer
+from phalanx.system.polling import wait_until
+from tests.ports import find_free_port
 from tests.ranks import RankServer
 from tests.waiting import wait_for
 
@@ -63,6 +65,32 @@ def test_inconsistent_workers(ranks: RankServer) -> None:
     by_rank = ranks.run(3, lambda: [init_inconsistently(kind) for kind in ERRORS], timeout=None)
     for pattern, *messages in zip(ERRORS.values(), *by_rank, strict=True):
         assert all(re.search(pattern, each) for each in messages), messages
+
+
+def end_with_the_store(port: int) -> None:
+    """Worker 0, which hosts the store, ends as soon as it has its error; the others read late."""
+    rank, ended = int(os.environ["RANK"]), Path(os.environ["FOLDER"], "ended")
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+    read_records = workers._read_records
+
+    def read_late(store: Any, count: int, timeout: float) -> list[workers.WorkerRecord]:
+        if rank and count > 1:
+            store.wait([f"worker/{each}" for each in range(count)])
+            wait_until(ended.exists, 0.5)
+        return read_records(store, count, timeout)
+
+    workers._read_records = read_late
+    name = "twin" if rank > 1 else f"worker-{rank}"
+    with pytest.raises(UsageError, match="name 'twin' is not unique"):
+        rpc.init_rpc(name, rank=rank, world_size=4, rpc_backend_options=options)
+    if rank == 0:
+        ended.touch()
+        os._exit(0)
+
+
+def test_worker_0_ends_after_all_know_why(ranks: RankServer) -> None:
+    for rank in ranks.start(4, end_with_the_store, find_free_port(), timeout=None).join():
+        assert rank.code == 0, rank.report()
 
 
 def die_in_init(when: str) -> str:

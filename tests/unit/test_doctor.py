@@ -175,6 +175,7 @@ def by_name(findings: list[Finding]) -> dict[str, Finding]:
         ("PHALANX_TRANSPORT", "pigeons", software.check_environment, "PHALANX_TRANSPORT"),
         ("PHALANX_ISA", "sse", software.check_environment, "PHALANX_ISA"),
         ("PHALANX_JOBS_KEPT", "many", software.check_environment, "jobs_kept"),
+        ("PHALANX_DIRECT_CALLS", "maybe", software.check_versions, "direct_calls"),
         ("PHALANX_INTERFACE", "eth77", network.check, "address"),
     ],
 )
@@ -190,6 +191,19 @@ def test_invalid_variables(
     assert found.level == "problem"
     assert f"{variable}={value!r}" in found.message
     assert found.advice
+
+
+def test_direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = by_name(software.check_versions())["direct_calls"]
+    assert (found.level, found.values["used"]) == ("ok", True)
+    monkeypatch.setenv("PHALANX_DIRECT_CALLS", "0")
+    found = by_name(software.check_versions())["direct_calls"]
+    assert (found.level, found.values["used"]) == ("note", False)
+    assert "PHALANX_DIRECT_CALLS=0" in found.message
+    monkeypatch.delenv("PHALANX_DIRECT_CALLS")
+    monkeypatch.setattr("torch.__version__", "2.99.0")
+    found = by_name(software.check_versions())["direct_calls"]
+    assert "not tested with torch 2.99.0" in found.message
 
 
 def test_a_misspelt_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,10 @@ The native methods take tensors and options as they are, and read tensors throug
 torch publishes for DLPack. They run the operations that need no preparation: plain tensors, torch's
 own options, an operator that the core has, and no observer. They pass all others on to the general
 methods of the same name, which also have the errors of wrong arguments.
+
+What they read of torch's memory is not part of any interface. So they exist only with versions of
+torch that Phalanx is tested with, and an operation whose options have an attribute that is unknown
+here, and might mean something, has none.
 """
 
 from __future__ import annotations
@@ -16,13 +20,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
-from phalanx import _native, torch_versions
+from phalanx import _native, env, torch_versions
 from phalanx.backend import known_failures
 from phalanx.backend.call_site import call_site, short_site
 from phalanx.backend.execution import DONE
-from phalanx.backend.instrumentation import active_mode_count, is_profiling
 from phalanx.backend.messages import check_unexpected
 from phalanx.backend.operands import OP_NAMES, OPS
+from phalanx.errors import UsageError
+from phalanx.torch_versions import active_mode_count, conj_view, is_profiling, neg_view
 
 # The options of each operation: their class, and whether they have a root and an operator.
 _OPTIONS: dict[str, tuple[Any, bool, bool]] = {
@@ -39,6 +44,11 @@ _OPTIONS: dict[str, tuple[Any, bool, bool]] = {
     "all_to_all": (dist.AllToAllOptions, False, False),
     "all_to_all_single": (dist.AllToAllOptions, False, False),
 }
+_KNOWN_ATTRIBUTES = {
+    *("asyncOp", "timeout", "rootRank", "reduceOp"),
+    "rootTensor",  # of several in a list, of which there is one
+    *("device", "device_ids"),  # of a barrier, which needs none
+}
 _OPERATORS = [getattr(dist.ReduceOp, OP_NAMES[code]) for code in OPS.values()]
 _installed: set[str] = set()
 # Functions of torch.distributed that post a message and wait for it at once.
@@ -46,13 +56,18 @@ _BLOCKING = (dist.send, dist.recv)
 
 
 def install(group_class: type[dist.ProcessGroup]) -> None:
-    """Put direct methods before the general ones of the class of groups.
+    """Put direct methods before the general ones of the class of groups, unless `obstacle`.
 
-    Without the table, or with one of a later version, all operations use the general methods.
+    All operations use the general methods, too, if the table has a later version, or tensors look
+    different in memory.
     """
     table, kinds = torch_versions.TENSOR_TABLE, (torch.Tensor, torch.nn.Parameter)
-    queries = torch.Tensor.is_neg, torch.Tensor.is_conj
-    if table is None or not _native.set_tensor_api(table, kinds, *queries):
+    is_known = (
+        not obstacle()
+        and _native.set_tensor_api(table, kinds, torch.is_grad_enabled)
+        and _native.find_tensor_memory(*_samples())
+    )
+    if not is_known:
         return
     _native.set_direct_call_environment(
         observer_flags=torch_versions.OBSERVER_FLAGS,
@@ -64,10 +79,28 @@ def install(group_class: type[dist.ProcessGroup]) -> None:
         fail_collective=_fail_collective,
         fail_message=_fail_message,
     )
-    _native.find_view_bits(*_views())
     layouts = {name: layout for name in _OPTIONS if (layout := _layout(name)) is not None}
     _native.install_direct_calls(group_class, layouts)
     _installed.update(layouts, ("send", "recv"))
+
+
+def obstacle() -> str:
+    """Return the reason why there are no direct calls in this process; empty if there are.
+
+    Raises:
+        UsageError: `PHALANX_DIRECT_CALLS` is malformed.
+    """
+    try:
+        is_allowed = env.direct_calls()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if not is_allowed:
+        return "PHALANX_DIRECT_CALLS=0 switches them off"
+    if not torch_versions.is_tested(torch.__version__):
+        return f"Phalanx is not tested with torch {torch.__version__}"
+    if torch_versions.TENSOR_TABLE is None:
+        return "this torch has no table of functions for its tensors"
+    return ""
 
 
 def is_installed(operation: str) -> bool:
@@ -75,22 +108,32 @@ def is_installed(operation: str) -> bool:
     return operation in _installed
 
 
-def _views() -> list[list[torch.Tensor]]:
-    """Return lists of ordinary, negative and conjugate views, which differ in nothing else."""
+def _samples() -> list[list[torch.Tensor]]:
+    """Return lists of tensors that differ in one property, by which it is found in memory.
+
+    These are ordinary, negative and conjugate views, tensors that require gradients, and tensors
+    that were changed from 1 to 32 times.
+    """
     tensors = [torch.zeros(4, dtype=torch.complex64, device="cpu") for _ in range(32)]
     # Made in turns, so that unused bytes of their memory do not differ by list.
-    views = [(each.view(4), torch._neg_view(each), torch._conj(each)) for each in tensors]
-    return [list(each) for each in zip(*views, strict=True)]
+    views = [(each.view(4), neg_view(each), conj_view(each)) for each in tensors]
+    graded = [each.detach().requires_grad_() for each in tensors]
+    changed = [torch.zeros(4, dtype=torch.complex64, device="cpu") for _ in range(32)]
+    for count, each in enumerate(changed, 1):
+        for _ in range(count):
+            torch.autograd.graph.increment_version(each)
+    return [*(list(each) for each in zip(*views, strict=True)), graded, changed]
 
 
 def _layout(name: str) -> tuple[type, int, int, int, int] | None:
     """Return the class of an operation's options, and the positions of their fields in memory.
 
     These are the timeout, whether it is asynchronous, the root and the operator; -1 for a field
-    that the class lacks. None if a position is unknown.
+    that the class lacks. None if a position is unknown, or if the class has other attributes.
     """
     kind, has_root, has_op = _OPTIONS[name]
-    if type(kind).__name__ != "pybind11_type":
+    attributes = {each for each in dir(kind) if not each.startswith("_")}
+    if type(kind).__name__ != "pybind11_type" or attributes - _KNOWN_ATTRIBUTES:
         return None
     numbers = range(1_000_003, 9_000_000, 1_000_003)
     flags = (True, False, True, True, False, False, False, True, False, True)

@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
-from phalanx import _native
+from phalanx import _native, torch_versions
 from phalanx.backend import known_failures
+from phalanx.backend.autograd import is_followed, warn_of_backward
 from phalanx.backend.call_site import call_site, short_site
 from phalanx.backend.collectives import NativeCall
 from phalanx.backend.failure import status_error, wait_timeout_error
 from phalanx.backend.instrumentation import (
     OperatorCall,
-    active_mode_count,
-    is_profiling,
     is_wrapper,
     record_call,
     run_observed,
@@ -27,6 +26,7 @@ from phalanx.backend.membership import Membership, propagate_deadlock
 from phalanx.backend.operands import OP_NAMES, copy_back, format_tensor
 from phalanx.backend.work import CollectiveWork, FinishedWork, timeout_seconds
 from phalanx.errors import PhalanxError
+from phalanx.torch_versions import active_mode_count, is_profiling
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -91,6 +91,11 @@ class CollectiveExecutor:
             arguments = subject, opts, outputs, None, op, root, keep_alive
             run = partial(self._run_recorded, event, name, call, *arguments)
             return run_observed(operator, inputs, run)
+        if operator is not None and is_followed(operator):
+            arguments = subject, opts, outputs, None, op, root, keep_alive
+            work = CollectiveExecutor.run(self, name, call, *arguments)  # as in _run_recorded
+            warn_of_backward(operator)
+            return work
         membership = self._membership
         timeout = timeout_seconds(opts.timeout, membership.timeout)
         if opts.asyncOp or membership.pending:
@@ -101,8 +106,7 @@ class CollectiveExecutor:
             error = self.error(status, (name, subject, op, root), timeout, call_site())
             raise known_failures.seen(error)
         for tensor, flat in outputs:
-            if flat is not tensor:
-                copy_back(tensor, flat)
+            copy_back(tensor, flat)
         return DONE
 
     def _run_recorded(
@@ -178,12 +182,11 @@ class CollectiveExecutor:
         thread = self._membership.collective_thread
         if (
             not isinstance(self._membership.native, _native.Group)  # other hosts are worth overlap
-            or torch._C._current_autograd_node() is None
+            or torch_versions.backward_node() is None
             or not thread.defer(work.execute)
         ):
             return False
-        run_at_end: Any = torch.autograd.Variable._execution_engine.queue_callback
-        run_at_end(partial(_run_here, work, thread.run_deferred))
+        torch_versions.call_after_backward(partial(_run_here, work, thread.run_deferred))
         return True
 
     def error(

@@ -27,19 +27,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _autograd
 from torch.futures import Future
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from phalanx import _native
+from phalanx import _native, torch_versions
 from phalanx.backend.work import CompositeWork
+from phalanx.torch_versions import (
+    TorchDispatchMode,
+    active_mode_count,
+    tree_leaves,
+    tree_map_only,
+)
 
 OperatorCall = tuple[Any, ...]
 """A group, the name of a method of PyTorch's `ProcessGroup`, and its arguments."""
-
-active_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""Return the number of dispatch modes that are active in the calling thread."""
 
 EVENT_NAMES = {
     method: f"c10d::{name}"
@@ -82,15 +82,12 @@ FORMER_NAMES = {
 _base_groups: dict[tuple[int, int], Any] = {}
 """Groups without a backend, by rank and size, which call operators as PyTorch's own groups do."""
 
-is_profiling: Callable[[], bool] = _autograd._profiler_enabled
-"""Return whether a profiler records in the calling thread."""
-
 
 def is_wrapper(tensor: torch.Tensor | None) -> bool:
     """Return whether a tensor is a wrapper, without memory of its own (see the module)."""
     return (
         isinstance(tensor, torch.Tensor)
-        and torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+        and torch_versions.has_python_key(tensor)
         and tensor.layout is torch.strided
         and tensor.numel() > 0
         and tensor.data_ptr() == 0
@@ -114,11 +111,11 @@ def run_observed(
     has_wrapper = any(map(is_wrapper, tree_leaves(operator[2:])))
     if active_mode_count() or has_wrapper:
         return _run_through_operator(operator, run, has_wrapper)
-    handle = _autograd._record_function_with_args_enter(EVENT_NAMES[operator[1]], *tensors)
+    handle = torch_versions.enter_event(EVENT_NAMES[operator[1]], *tensors)
     try:
         return run()
     finally:
-        _autograd._record_function_with_args_exit(handle)
+        torch_versions.exit_event(handle)
 
 
 def _run_through_operator(
@@ -230,22 +227,21 @@ def _insert_modes(lowest: TorchDispatchMode, highest: TorchDispatchMode) -> Iter
     """
     suspended = []
     while active_mode_count() and not _is_top_mode_infra():
-        suspended.append(torch._C._pop_torch_dispatch_stack(None))
+        suspended.append(torch_versions.pop_mode())
     activated = [lowest, *reversed(suspended), *([highest] if suspended else [])]
     try:
         for mode in activated:
-            torch._C._push_on_torch_dispatch_stack(mode)
+            torch_versions.push_mode(mode)
         yield
     finally:
         for _ in activated:
-            torch._C._pop_torch_dispatch_stack(None)
+            torch_versions.pop_mode()
         for mode in reversed(suspended):
-            torch._C._push_on_torch_dispatch_stack(mode)
+            torch_versions.push_mode(mode)
 
 
 def _is_top_mode_infra() -> bool:
-    mode = torch._C._get_dispatch_stack_at(active_mode_count() - 1)
-    return getattr(mode, "_mode_key", None) is not None
+    return getattr(torch_versions.top_mode(), "_mode_key", None) is not None
 
 
 def record_call(
@@ -272,10 +268,10 @@ def begin_event(name: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None
         name: The name of the event, such as "phalanx:all_reduce".
         tensors: The tensors whose shapes the event has, if the profiler records shapes.
     """
-    handle = _autograd._record_function_with_args_enter(name, *tensors)
+    handle = torch_versions.enter_event(name, *tensors)
     # The future carries the profiler's state, which is per thread, to the thread that ends it.
     done: Future[None] = Future()
-    torch.ops.profiler._call_end_callbacks_on_jit_fut(handle, done)
+    torch_versions.exit_event_with(handle, done)
 
     def end() -> None:
         thread = threading.Thread(target=done.set_result, args=(None,))

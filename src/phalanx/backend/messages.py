@@ -16,7 +16,6 @@ from phalanx.backend.failure import format_peer, left_group_error, status_error
 from phalanx.backend.instrumentation import (
     OperatorCall,
     begin_event,
-    is_profiling,
     is_wrapper,
     run_observed,
 )
@@ -32,6 +31,7 @@ from phalanx.backend.operands import (
 )
 from phalanx.backend.work import FinishedWork, MessageWork
 from phalanx.errors import PhalanxError, UsageError
+from phalanx.torch_versions import is_profiling
 
 ANY_SOURCE = -1
 _IS_WRAPPED = torch.version.cuda is not None  # by `cuda.delegate_cuda`, which adds a frame

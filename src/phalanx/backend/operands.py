@@ -13,11 +13,13 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed import ReduceOp
 from torch.utils.dlpack import from_dlpack
 
 from phalanx import _native
 from phalanx.errors import PhalanxError, UsageError
+from phalanx.torch_versions import has_internal_overlap
 
 _log = logging.getLogger("phalanx")
 _warned: set[str] = set()
@@ -156,7 +158,7 @@ def prepare_output(tensor: torch.Tensor, operation: str) -> torch.Tensor:
         UsageError: As for `prepare_input`, or several elements of the tensor share memory.
     """
     flat = prepare_input(tensor, operation)
-    if flat is not tensor and torch._debug_has_internal_overlap(tensor) == 1:
+    if flat is not tensor and has_internal_overlap(tensor):
         raise UsageError(
             f"{operation}: elements of the tensor of shape {tuple(tensor.shape)} and strides "
             f"{tensor.stride()} share memory (expand()?): pass a tensor of its own, as from clone()"
@@ -165,11 +167,15 @@ def prepare_output(tensor: torch.Tensor, operation: str) -> torch.Tensor:
 
 
 def copy_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
-    """Copy a result back to the user's tensor if `prepare_output` had made a copy."""
+    """Copy a result back to the user's tensor if `prepare_output` had made a copy.
+
+    Also tells autograd that the tensor was changed.
+    """
     if flat is not tensor:
         # Collectives write to any tensor, regardless of autograd and inference mode.
         with torch.inference_mode():
             tensor.copy_(flat)
+    increment_version(tensor)
 
 
 def check_same_kind(

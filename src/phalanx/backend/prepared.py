@@ -20,16 +20,15 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
-from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx import _native
 from phalanx.backend import compiled, direct_calls
 from phalanx.backend.call_site import short_site
 from phalanx.backend.compiled import PreparedOperation
-from phalanx.backend.instrumentation import is_profiling
 from phalanx.backend.operands import DTYPE_CODES, format_tensor, warn_once
 from phalanx.backend.process_group import ProcessGroup
 from phalanx.errors import ArgumentTypeError, UsageError
+from phalanx.torch_versions import is_profiling, tree_leaves, tree_map
 
 _OPERATIONS = {
     "all_gather": "all_gather",

@@ -19,15 +19,10 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ErrorType
-from torch.distributed import (  # type: ignore[attr-defined]
-    PrefixStore,
-    Store,
-    distributed_c10d,
-)
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
-from phalanx import env
+from phalanx import env, torch_versions
 from phalanx._native import is_misplaced, overlap
 from phalanx.backend import (
     direct_calls,
@@ -59,8 +54,6 @@ from phalanx.backend.failure import describe_missing_rank, find_loss
 from phalanx.backend.instrumentation import (
     EVENT_NAMES,
     OperatorCall,
-    active_mode_count,
-    is_profiling,
 )
 from phalanx.backend.membership import Membership, fail_all_groups
 from phalanx.backend.messages import ANY_SOURCE, Messages, check_peer, is_blocking
@@ -84,6 +77,7 @@ from phalanx.errors import CollectiveTimeout, PhalanxError, UsageError
 from phalanx.observe import recorder
 from phalanx.observe.escape import encodable
 from phalanx.topology import HostLink
+from phalanx.torch_versions import ErrorType, active_mode_count, is_profiling
 from phalanx.transports.store_query import StoreLost, query_store
 
 on_create: Callable[[ProcessGroup], None] | None = None
@@ -176,7 +170,7 @@ def _join_as_newcomer(
         except PhalanxError:
             group.shutdown()
             continue
-        distributed_c10d._world.group_count = int(values[1])
+        torch_versions.world().group_count = int(values[1])
         return group
 
 

@@ -25,9 +25,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
     Store,
     TCPStore,
 )
-from torch.distributed import distributed_c10d as c10d
 
-from phalanx import _native
+from phalanx import _native, torch_versions
 from phalanx.backend.formation import Formed
 from phalanx.backend.newcomers import Newcomer, Newcomers, Plan, abandon
 from phalanx.backend.process_group import ProcessGroup
@@ -378,13 +377,13 @@ def _renumber(group: ProcessGroup, formed: Formed, survivors: Sequence[int]) -> 
     now, own = formed.job_ranks, before[group.rank()]
     members = range(len(now)) if is_default else [old_members[before.index(each)] for each in now]
     group.change_ranks(formed, now.index(own), members)
-    c10d._world.pg_group_ranks[group] = {each: rank for rank, each in enumerate(members)}
+    torch_versions.world().pg_group_ranks[group] = {each: rank for rank, each in enumerate(members)}
     if not is_default:
         return
     numbers = {before.index(each): now.index(each) for each in survivors}
-    for other, table in c10d._world.pg_group_ranks.items():
+    for other, table in torch_versions.world().pg_group_ranks.items():
         if other is not group and isinstance(other, ProcessGroup):
-            c10d._world.pg_group_ranks[other] = {
+            torch_versions.world().pg_group_ranks[other] = {
                 numbers[each]: rank for each, rank in table.items() if each in numbers
             }
             other.renumber_members(numbers)
@@ -401,7 +400,7 @@ def _begin(group: ProcessGroup, root: int) -> None:
     store = None
     values = torch.zeros(2, dtype=torch.int64, device="cpu")
     if group.rank() == root:
-        values[1] = c10d._world.group_count
+        values[1] = torch_versions.world().group_count
         if len(group.hosts) == 1 and not _is_alive(group.base_store):
             store = TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
             values[0] = store.port
@@ -411,7 +410,8 @@ def _begin(group: ProcessGroup, root: int) -> None:
         return
     store = store or TCPStore(_LOOPBACK, port, is_master=False)
     group.base_store = PrefixStore("default_pg", store)
-    c10d._world.pg_map[group] = (c10d._world.pg_map[group][0], group.base_store)
+    table = torch_versions.world().pg_map
+    table[group] = (table[group][0], group.base_store)
 
 
 def _is_alive(store: Store) -> bool:

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.distributed import distributed_c10d as c10d
 
 from phalanx.errors import UsageError
+from phalanx.torch_versions import world
 
 
 class Reconfiguration:
@@ -72,7 +72,7 @@ class Reconfiguration:
         formed = group.form(store, rank, len(handles), timeout, job_ranks)
         members = self._members(job_ranks)
         group.change_ranks(formed, rank, members)
-        c10d._world.pg_group_ranks[group] = {each: number for number, each in enumerate(members)}
+        world().pg_group_ranks[group] = {each: number for number, each in enumerate(members)}
 
     def _members(self, job_ranks: Sequence[int]) -> Sequence[int]:
         """Return the ranks as numbers in the default group, which may have changed too."""

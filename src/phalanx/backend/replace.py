@@ -42,7 +42,7 @@ def install(create: Callable[..., Any]) -> None:
         return
     setattr(c10d, torch_versions.FACTORY, _wrap_factory(original, names))
     if "mpi" in names:
-        c10d._MPI_AVAILABLE = True
+        torch_versions.pretend_mpi()
     for name in names:
         if name not in dist.Backend.backend_list:
             dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
@@ -75,8 +75,8 @@ def _wrap_factory(original: Callable[..., Any], names: tuple[str, ...]) -> Calla
         group, store = original(*call.args, **call.kwargs)
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             group.set_backend_name(name)
-            c10d._world.pg_map[group] = (requested, store)
-            c10d._world.pg_backend_config[group] = str(config)
+            torch_versions.world().pg_map[group] = (requested, store)
+            torch_versions.world().pg_backend_config[group] = str(config)
             default = dist.group.WORLD or group
             if default.rank() == 0:
                 _log_once(f"runs in place of {name} (PHALANX_REPLACE)")

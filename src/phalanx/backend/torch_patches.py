@@ -119,12 +119,11 @@ def _all_gather_into_tensor_out(
 ) -> torch.Tensor:
     """Do the work of PyTorch's kernel through the group's Python method, for any backend."""
     if isinstance(group, str):
-        resolve: Any = torch._C._distributed_c10d._resolve_process_group
-        group = resolve(group)
+        group = torch_versions.resolve_group(group)
     elif not isinstance(group, dist.ProcessGroup):
         group = dist.ProcessGroup.unbox(group)
     work = torch_versions.all_gather_single(out, input, group=group, async_op=True)
-    torch._C._distributed_c10d._register_work(out, work)  # for wait_tensor
+    torch_versions.register_work(out, work)  # for wait_tensor
     return out
 
 

@@ -50,7 +50,10 @@ print(MPI.Get_library_version().replace(chr(0), "").splitlines()[0].strip())
 def check_versions() -> list[Finding]:
     """Check the versions, and that the core can be loaded."""
     python = platform.python_version()
-    return [_versions.ok("python", f"Python {python}", version=python), _torch(), _core()]
+    found = [_versions.ok("python", f"Python {python}", version=python), _torch(), _core()]
+    if all(finding.level != "problem" for finding in found):
+        found.append(_direct_calls())
+    return found
 
 
 def _torch() -> Finding:
@@ -93,6 +96,23 @@ def _core() -> Finding:
         layout=_native.LAYOUT_VERSION,
         instruction_set=kernels,
     )
+
+
+def _direct_calls() -> Finding:
+    from phalanx.backend import direct_calls
+
+    try:
+        obstacle = direct_calls.obstacle()
+    except UsageError as error:
+        return _versions.problem_from("direct_calls", error)
+    if obstacle:
+        return _versions.note(
+            "direct_calls",
+            f"small operations take the general way, since {obstacle}",
+            "Results are the same; an operation costs some microseconds more.",
+            used=False,
+        )
+    return _versions.ok("direct_calls", "small operations call the core directly", used=True)
 
 
 def check_libraries() -> list[Finding]:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import default_pg_timeout, distributed_c10d
+from torch.distributed import default_pg_timeout
 
 import phalanx
-from phalanx import env, transports
+from phalanx import env, torch_versions, transports
 from phalanx.env import RankAssignment, assigned_ranks
 from phalanx.errors import UsageError
 from phalanx.launcher.store import report_slow_store
@@ -73,7 +73,7 @@ class Session:
         if not is_success and self.owner and world is not None and _is_phalanx_group(world):
             # Tell the peers that wait for this rank, in any group, at once that it failed, and why.
             if isinstance(error, KeyboardInterrupt):
-                groups: list[Any] = [*distributed_c10d._world.pg_map]
+                groups: list[Any] = [*torch_versions.world().pg_map]
                 for group in filter(_is_phalanx_group, groups):
                     group.abort("its session ended with KeyboardInterrupt")
             else:
@@ -151,7 +151,7 @@ def _keep_gloo_groups() -> None:
     the destructor of DDP's reducer holds it. A thread of Gloo that needs the GIL at that moment,
     to release the tensors of its last operation, would never end.
     """
-    for group, config in distributed_c10d._world.pg_backend_config.items():
+    for group, config in torch_versions.world().pg_backend_config.items():
         if "gloo" in config and not _is_phalanx_group(group):
             _kept_groups.append(group)
 

@@ -20,10 +20,7 @@ import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.utils import (
-    _matches_machine_hostname,
-    parse_rendezvous_endpoint,
-)
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
 from phalanx import env
@@ -31,7 +28,7 @@ from phalanx import key as keys
 from phalanx.errors import UsageError
 from phalanx.launcher.host_resources import usable_cores
 from phalanx.launcher.ssh.plan import HOST_OPTIONS, REPLACED_OPTIONS, STOP_TIMEOUT
-from phalanx.torch_versions import shutdown_timeout
+from phalanx.torch_versions import is_own_hostname, shutdown_timeout
 
 _RENDEZVOUS_TIMEOUT = 600
 """The default of `--rdzv-conf timeout=`: the seconds that hosts wait for each other."""
@@ -272,7 +269,7 @@ def is_store_host(config: LaunchConfig, host: str) -> tuple[bool, bool]:
             "the rendezvous, false on the others"
         ) from None
     if is_host is None:
-        return bool(host) and _matches_machine_hostname(host), False
+        return bool(host) and is_own_hostname(host), False
     return is_host, True
 
 

@@ -11,10 +11,9 @@ import os
 import sys
 import time
 
-import torch
-
 from phalanx.launcher import spare
 from phalanx.launcher.rank_bootstrap import die_with_parent
+from phalanx.torch_versions import is_cuda_unusable
 
 _ADOPTION_SECONDS = 10.0
 
@@ -64,7 +63,7 @@ def _is_copy(launcher: int) -> bool:
     while os.getppid() != launcher and time.monotonic() < end:
         time.sleep(0.0005)
     die_with_parent(launcher)
-    if torch.cuda._is_in_bad_fork():
+    if is_cuda_unusable():
         sys.exit("phalanx run: an import of the spares has initialized CUDA, so they cannot use it")
     _seed()
     return True

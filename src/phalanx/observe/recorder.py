@@ -84,9 +84,10 @@ def open_for_group(store: Store, rank: int, size: int) -> None:
             if _is_initialized():
                 # A subgroup in a job whose default group uses another backend.
                 import torch.distributed as dist
-                from torch.distributed.distributed_c10d import _get_default_store
 
-                store, rank, size = _get_default_store(), dist.get_rank(), dist.get_world_size()
+                from phalanx.torch_versions import default_store
+
+                store, rank, size = default_store(), dist.get_rank(), dist.get_world_size()
             _open(store, rank, size)
         elif size > 1 and not _is_initialized():
             # Processes that are new in this group read the job's location from the store.

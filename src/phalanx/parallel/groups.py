@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.torch_versions import form_local_group
+from phalanx.torch_versions import form_local_group, world
 
 
 def create_group(
@@ -46,7 +46,7 @@ def equalize_group_counts(whole: dist.ProcessGroup) -> None:
     """
     if whole is dist.group.WORLD:
         return
-    count = len(dist.distributed_c10d._world.pg_names)
+    count = len(world().pg_names)
     counts = [0] * dist.get_world_size(whole)
     dist.all_gather_object(counts, count, group=whole)
     for _ in range(max(counts) - count):

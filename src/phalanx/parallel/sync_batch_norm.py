@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.errors import UsageError
+from phalanx.torch_versions import BatchNormBase
 
 
-class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+class SyncBatchNorm(BatchNormBase):
     """A counterpart of `torch.nn.SyncBatchNorm` that supports CPU tensors, on any backend.
 
     It is not a subclass of that class, which DDP rejects on the CPU.

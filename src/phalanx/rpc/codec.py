@@ -17,6 +17,7 @@ from phalanx.rpc.message import (
     ANSWERS,
     MAX_FRAME_SIZE,
     MAX_TENSORS,
+    WITHOUT_NUMPY,
     Frames,
     Kind,
     Message,
@@ -364,7 +365,7 @@ def _get_storage(tensor: Tensor) -> Tensor | None:
 
 
 def _to_bytes(tensor: Tensor) -> bytes:
-    if tensor.dtype is torch.bfloat16 or tensor.is_conj() or tensor.is_neg():
+    if tensor.dtype in WITHOUT_NUMPY or tensor.is_conj() or tensor.is_neg():
         tensor = _flatten(tensor)
     return tensor.numpy().tobytes()
 

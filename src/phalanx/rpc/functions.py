@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from phalanx.errors import ArgumentTypeError
+from phalanx.torch_versions import FutureBase
 
 __all__ = [
     "ASYNC_EXECUTION_MARK",
@@ -64,7 +65,7 @@ class FutureResult:
     """A result that a future will hold."""
 
     def __init__(self, future: Any, function: object) -> None:
-        if not isinstance(future, torch._C.Future):  # `then` returns the base class
+        if not isinstance(future, FutureBase):  # `then` returns the base class
             expected = "Functions decorated with @rpc.async_function must return a "
             if isinstance(getattr(function, ASYNC_EXECUTION_MARK, None), torch.jit.ScriptFunction):
                 expected = "Async functions must return an IValue of Future type, but got "

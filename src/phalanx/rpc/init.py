@@ -19,7 +19,6 @@ from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
@@ -39,6 +38,7 @@ from phalanx.rpc.server import RpcServer
 from phalanx.rpc.shared_memory import ShmSender
 from phalanx.rpc.workers import WorkerInfo, WorkerRecord
 from phalanx.system.polling import wait_until
+from phalanx.torch_versions import default_store, imported_rpc
 
 _INIT_SECONDS = 300.0
 _EXIT_MILLISECONDS = 5000
@@ -147,7 +147,7 @@ def _check_options(backend: object, options: Any) -> Any:
     if type(options) is RpcBackendOptions or isinstance(options, TensorPipeRpcBackendOptions):
         return options
     # PyTorch's own options, if a script has changed only some of its imports.
-    torch_rpc: Any = vars(torch._C).get("_distributed_rpc")  # set once PyTorch's RPC is imported
+    torch_rpc = imported_rpc()
     if torch_rpc is not None and isinstance(options, torch_rpc._TensorPipeRpcBackendOptionsBase):
         return TensorPipeRpcBackendOptions(
             rpc_timeout=options.rpc_timeout,
@@ -387,8 +387,7 @@ def _rendezvous(method: str, rank: int, size: int | None) -> tuple[Store, int, i
         rank = dist.get_rank() if rank < 0 else rank
         size = dist.get_world_size() if size is None else size
         if size <= dist.get_world_size():
-            store: Any = dist.distributed_c10d._get_default_store()
-            return store, rank, size
+            return default_store(), rank, size
     rank = int(os.environ.get("RANK", "-1")) if rank < 0 else rank
     size = int(os.environ.get("WORLD_SIZE", "0")) if size is None else size
     if size and not 0 <= rank < size:

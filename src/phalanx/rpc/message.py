@@ -51,8 +51,22 @@ DTYPES = (
     torch.bool,
     torch.complex64,
     torch.complex128,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.complex32,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
 )
 """The dtypes of tensors outside the pickle; the index of a dtype is its number in the table."""
+
+WITHOUT_NUMPY = frozenset(
+    (torch.bfloat16, torch.complex32, *(each for each in DTYPES if "float8" in str(each)))
+)
+"""Those that NumPy lacks."""
 
 
 class Kind(enum.IntEnum):

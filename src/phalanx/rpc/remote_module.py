@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from phalanx.errors import UsageError
 from phalanx.rpc import calls, shared_embedding
@@ -17,6 +16,7 @@ from phalanx.rpc.pickling import thread_local
 from phalanx.rpc.reference_counting import RRefId
 from phalanx.rpc.rref import IdOf, RRef, owned_value
 from phalanx.rpc.shared_embedding import MappedEmbedding
+from phalanx.torch_versions import tree_map_only
 
 _CPU = "cpu"
 _CALLS_TO_MAP = 2

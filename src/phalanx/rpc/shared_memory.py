@@ -28,7 +28,7 @@ from torch import Tensor
 
 from phalanx._native import MAX_BLOCKS, LeaseSegment, LeaseSegmentView
 from phalanx.errors import PhalanxError
-from phalanx.rpc.message import DTYPES, TensorDescriptor, TensorLocation
+from phalanx.rpc.message import DTYPES, WITHOUT_NUMPY, TensorDescriptor, TensorLocation
 
 _MIN_BLOCK = 64 * 2**10
 _SEGMENT = 64 * 2**20
@@ -43,7 +43,7 @@ _NUMPY_DIMENSIONS = 32
 _NUMPY = {
     dtype: np.dtype(str(dtype).removeprefix("torch."))
     for dtype in DTYPES
-    if dtype is not torch.bfloat16
+    if dtype not in WITHOUT_NUMPY
 }
 """The NumPy dtype of each dtype that NumPy has."""
 

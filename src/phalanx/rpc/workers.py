@@ -24,10 +24,13 @@ from phalanx.errors import ArgumentTypeError, PhalanxError, UsageError
 from phalanx.rpc.local_connection import is_readable
 from phalanx.rpc.shared_memory import ShmSender, can_map
 from phalanx.system.host_identity import host_identity
+from phalanx.system.polling import wait_until
 
 _NAME = re.compile(r"[A-Za-z0-9\-_:.]+")
 _NAME_LIMIT = 128
 _EXIT_MILLISECONDS = 1000
+_READ_SECONDS = 10.0
+"""The time that workers have to read why they cannot join, before worker 0 may end, in seconds."""
 
 
 def check_name(name: object) -> str:
@@ -130,6 +133,9 @@ def exchange_records(
 ) -> list[WorkerRecord]:
     """Exchange the records of the workers; block until all workers have joined.
 
+    If they cannot join, worker 0 raises after the others: its process may host the store, in which
+    they read why, and may end at once.
+
     Args:
         store: The store to exchange them through.
         rank: The id of this worker.
@@ -142,6 +148,18 @@ def exchange_records(
             workers, or a worker cannot join and has reported why.
         PhalanxError: Some workers did not join in time.
     """
+    try:
+        return _exchange_records(store, rank, size, record, timeout)
+    except UsageError:
+        store.add("told", 1)
+        if rank == 0:
+            wait_until(lambda: store.add("told", 0) >= size, _READ_SECONDS)
+        raise
+
+
+def _exchange_records(
+    store: Store, rank: int, size: int, record: WorkerRecord, timeout: float
+) -> list[WorkerRecord]:
     if store.add(f"here/{rank}", 1) > 1:
         error = UsageError(f"two workers have rank {rank}: ranks must be unique, starting at 0")
         publish_failure(store, rank, size, record, error)
@@ -194,19 +212,25 @@ def wait_for_values(store: Store, names: list[str], timeout: float) -> list[byte
     """Return values that workers have put into the store; block until they have.
 
     Raises:
-        PhalanxError: Some are missing after `timeout` seconds.
+        PhalanxError: Some are missing after `timeout` seconds, or the store is gone.
     """
     try:
         store.wait(names, timedelta(seconds=timeout))
+        return [store.get(name) for name in names]
     except RuntimeError:  # the type depends on the store
-        missing = [name.rpartition("/")[2] for name in names if not store.check([name])]
+        try:
+            missing = [name.rpartition("/")[2] for name in names if not store.check([name])]
+        except RuntimeError as lost:
+            raise PhalanxError(
+                "the process that hosts the store of init_rpc (worker 0, unless a launcher does) "
+                f"ended before all workers had joined ({lost}): its output says why"
+            ) from None
         if not missing:
             raise
         raise PhalanxError(
             f"of {len(names)} workers, {', '.join(missing)} did not join init_rpc "
             f"within {timeout:g} s: were they started, with the same world size and rendezvous?"
         ) from None
-    return [store.get(name) for name in names]
 
 
 def agree_on_key(store: Store, rank: int, timeout: float, by_first: bool = False) -> bytes:

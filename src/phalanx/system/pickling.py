@@ -8,6 +8,7 @@ file, and no line of it could be shown.
 from __future__ import annotations
 
 import io
+import sys
 from collections import ChainMap
 from types import CodeType
 from typing import Any, ClassVar
@@ -30,6 +31,21 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no types
     """cloudpickle's pickler, except that code keeps its file name."""
 
     dispatch_table: ClassVar[Any] = ChainMap({**_reducers, CodeType: _reduce_code}, *_fallbacks)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduce a tensor of a dtype that PyTorch cannot pickle, such as uint16, to its bits."""
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and type(obj) is torch.Tensor:
+            from phalanx.torch_versions import can_pickle
+
+            if not can_pickle(obj):
+                bits = obj.detach().contiguous().view(getattr(torch, f"int{8 * obj.itemsize}"))
+                return _make_tensor, (bits, obj.dtype, obj.requires_grad)
+        return super().reducer_override(obj)
+
+
+def _make_tensor(bits: Any, dtype: Any, requires_grad: bool) -> Any:
+    return bits.view(dtype).requires_grad_(requires_grad)
 
 
 def dumps(value: object) -> bytes:

@@ -21,6 +21,7 @@ import phalanx
 from phalanx import env
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.parallel import SharedDataParallel
+from phalanx.torch_versions import world
 from phalanx.train.trees import broadcast_tree
 
 NEWCOMER = -1
@@ -128,7 +129,7 @@ def find_loss(error: BaseException) -> PhalanxError | None:
 
 def _leave_other_groups() -> None:
     """Leave all groups but the default one: in these, others may wait for this rank."""
-    groups = list(dist.distributed_c10d._world.pg_map)
+    groups = list(world().pg_map)
     for group in groups if is_distributed() else ():
         if group is not dist.group.WORLD:
             group.abort()  # what others wait for in it fails like an operation with a lost rank

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from phalanx.errors import UsageError
+from phalanx.torch_versions import tree_map_only
 from phalanx.train.batch_schedule import BatchSchedule
 from phalanx.train.random_generators import random_states, restore_random_states, seed_rank
 from phalanx.train.replicas import Replicas, describe_tensor

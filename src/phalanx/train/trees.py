@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from phalanx.torch_versions import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 _PIECE = 1 << 22
 """Bytes in a message of `TreeSender`: each has the timeout of the group."""

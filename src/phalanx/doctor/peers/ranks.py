@@ -15,6 +15,7 @@ from phalanx.doctor.peers.agents import Agent, LocalAgent, Worker
 from phalanx.doctor.peers.links import measure_network
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.system.polling import attempts
+from phalanx.torch_versions import default_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -90,8 +91,7 @@ def measure_job(
             "started, and that the host of the rendezvous is reachable from here"
         ) from None
     with session:
-        world: Any = dist.distributed_c10d._get_default_store()
-        store = dist.PrefixStore("phalanx-doctor", world)  # type: ignore[attr-defined]
+        store = dist.PrefixStore("phalanx-doctor", default_store())  # type: ignore[attr-defined]
         limit = timedelta(seconds=timeout)
         _, layout, places, group = topology.join(store, session.rank, session.world_size, limit)
         group.close()

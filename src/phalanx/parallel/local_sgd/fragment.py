@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.torch_versions import foreach_add_, foreach_copy_
+
 _ALIGNMENT = 256
 """The flags of the ranks begin at a multiple of it, so that they are encoded by themselves."""
 
@@ -78,7 +80,7 @@ class Fragment:
         return [part.view(parameter.shape) for part, parameter in pairs]
 
     def _copy_parameters(self, flat: Tensor) -> None:
-        torch._foreach_copy_(self._views(flat), [each.detach() for each in self._parameters])
+        foreach_copy_(self._views(flat), [each.detach() for each in self._parameters])
 
     def broadcast(self, source: int, group: dist.ProcessGroup) -> None:
         """Give all ranks the parameters of the source's model."""
@@ -116,7 +118,7 @@ class Fragment:
     def load(self) -> None:
         """Give the model the common parameters."""
         with torch.no_grad():
-            torch._foreach_copy_(self._parameters, self._views(self.outer))
+            foreach_copy_(self._parameters, self._views(self.outer))
 
     def begin(
         self, rank: int, completed: int, group: dist.ProcessGroup, report: Report, *, keep: bool
@@ -175,7 +177,7 @@ class Fragment:
             self.load()
             return
         difference = torch.sub(self.outer.detach(), self._start, out=self._start)
-        torch._foreach_add_(
+        foreach_add_(
             [each.detach() for each in self._parameters],
             [
                 view.to(parameter.dtype)

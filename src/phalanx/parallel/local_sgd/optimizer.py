@@ -28,6 +28,7 @@ from phalanx.parallel.groups import create_group, equalize_group_counts
 from phalanx.parallel.local_sgd.arrivals import Arrivals
 from phalanx.parallel.local_sgd.fragment import Fragment, Report
 from phalanx.system.polling import wait_until
+from phalanx.torch_versions import foreach_copy_
 
 _logger = logging.getLogger("phalanx")
 
@@ -423,7 +424,7 @@ class LocalSGD(torch.optim.Optimizer):
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(self._parameters, own)
+                foreach_copy_(self._parameters, own)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise UsageError: all parameters must be there from the start."""

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from phalanx.torch_versions import has_saved_tensor_hooks, is_transformed, will_execute
+
 
 class Product(NamedTuple):
     """The gradient of a weight as a deferred product `output.T @ input` of 2-D tensors."""
@@ -71,8 +73,6 @@ class DeferredLinearGrad(TorchFunctionMode):
 
 def _can_defer(input: Any, weight: nn.Parameter) -> bool:
     """Return whether nothing changes the product or observes the gradient."""
-    # Activation checkpointing, which runs the forward pass again, saves tensors by hooks.
-    saved_tensor_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return (
         type(input) is Tensor
         and weight.requires_grad
@@ -81,10 +81,11 @@ def _can_defer(input: Any, weight: nn.Parameter) -> bool:
         and input.numel() > 0
         and not weight.is_complex()
         and not _has_hooks(weight)
-        and saved_tensor_hooks is None
+        # Activation checkpointing, which runs the forward pass again, saves tensors by hooks.
+        and not has_saved_tensor_hooks()
         and torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and not is_transformed()
     )
 
 
@@ -140,6 +141,6 @@ def accumulation_node(weight: nn.Parameter) -> Any:
 def _accumulates(node: Any) -> bool:
     """Return whether this pass accumulates into `grad`, which `torch.autograd.grad` does not."""
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return will_execute(node)
     except RuntimeError:  # raised within `torch.autograd.grad`
         return False

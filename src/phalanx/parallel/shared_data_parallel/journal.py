@@ -30,6 +30,7 @@ from phalanx.parallel.shared_data_parallel.layout import ALIGNMENT, ParameterFra
 from phalanx.parallel.shared_data_parallel.memory import HostMemory, RankTopology, shaped_like
 from phalanx.parallel.shared_data_parallel.parameters import SharedParameters
 from phalanx.system.polling import attempts
+from phalanx.torch_versions import foreach_copy_
 
 CHUNK_BYTES = 4 * 2**20
 """The size of a chunk of parameters in bytes; smaller ones are slower."""
@@ -241,7 +242,7 @@ class Journal:
         if chunk not in self._own_pieces:
             self._own_pieces[chunk] = self._pieces(self._own, chunk)
         current, saved = self._own_pieces[chunk]
-        torch._foreach_copy_(saved, current)
+        foreach_copy_(saved, current)
         self._set_count(2 * chunk + 1)
 
     def mark_updated(self, chunk: int) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from phalanx.errors import CollectiveMismatch, UsageError
 from phalanx.parallel.gradients import run_packed
@@ -28,6 +27,7 @@ from phalanx.parallel.shared_data_parallel.parameters import (
     share_parameters,
 )
 from phalanx.parallel.sync_batch_norm import SyncBatchNorm
+from phalanx.torch_versions import call_after_backward
 
 #: The default size of a bucket, which is reduced at once, in bytes.
 BUCKET_BYTES = 4 * 2**20
@@ -315,7 +315,7 @@ class SharedDataParallel(nn.Module):
                 if not self._backward_tracker.synchronizes():
                     self._gradients.add_deferred(number)
                     return
-                Variable._execution_engine.queue_callback(self._finish)
+                call_after_backward(self._finish)
             try:
                 self._gradients.collect(number)
             except CollectiveMismatch as error:
@@ -401,7 +401,7 @@ class BackwardTracker:
     def _make_hook(self, synchronize: bool) -> Callable[..., None]:
         def hook(*_: object) -> None:
             if self._current is None:
-                Variable._execution_engine.queue_callback(self._reset)
+                call_after_backward(self._reset)
             self._current = synchronize or bool(self._current)
 
         return hook

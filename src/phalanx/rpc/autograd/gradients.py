@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from phalanx.errors import UsageError
-from phalanx.torch_versions import tensor_use_count
+from phalanx.torch_versions import storage_use_count, tensor_use_count
 
 _WORKER_SHIFT = 48
 """The position of the worker's id in a context's number, which makes it unique, as in PyTorch."""
@@ -346,7 +346,7 @@ def _ensure_owned(gradients: Sequence[Any], at: int, parameter: Tensor) -> Tenso
     if (
         is_alone
         and _is_laid_out_as(gradient, parameter)
-        and _holders(gradient) == _HOLDERS_OF_DENSE
+        and storage_use_count(gradient) == _HOLDERS_OF_DENSE
     ):
         return gradient
     # With the parameter's strides if they leave no gaps, otherwise contiguous.
@@ -357,7 +357,7 @@ def _ensure_owned(gradients: Sequence[Any], at: int, parameter: Tensor) -> Tenso
 def _ensure_owned_sparse(gradient: Tensor, is_alone: bool) -> Tensor:
     indices, values = (
         part
-        if is_alone and part.is_contiguous() and _holders(part) == _HOLDERS_OF_SPARSE
+        if is_alone and part.is_contiguous() and storage_use_count(part) == _HOLDERS_OF_SPARSE
         else part.clone(memory_format=torch.contiguous_format)
         for part in (gradient._indices(), gradient._values())
     )
@@ -386,9 +386,3 @@ def _is_alone(tensors: Sequence[Any], at: int) -> bool:
         and sys.getrefcount(tensors[at]) == _REFERENCES
         and tensor_use_count(tensors[at]) == 1
     )
-
-
-def _holders(tensor: Tensor) -> int:
-    """Return the use count of a tensor's storage."""
-    holders: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return holders

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from phalanx.errors import PhalanxError, RemoteError, UsageError
 from phalanx.rpc import calls
@@ -43,6 +42,7 @@ from phalanx.rpc.autograd.nodes import (
     sources,
     unpack_metadata,
 )
+from phalanx.torch_versions import backward_id, call_after_backward, keeps_graph
 
 # Seconds to wait for further releases before a batch is sent.
 _BATCH_SECONDS = 0.01
@@ -254,7 +254,7 @@ class AutogradGraph:
         def finish() -> None:
             self._finish(recv, request, pending.wait(), remote_backward)
 
-        Variable._execution_engine.queue_callback(finish)
+        call_after_backward(finish)
         return []
 
     def release_received(self, recv: RecvRpcBackward) -> None:
@@ -324,11 +324,11 @@ class AutogradGraph:
             recv.metadata.number,
             received,
             root,
-            torch._C._current_graph_task_id(),
+            backward_id(),
             (recv.order,),
             frozenset(recv.local_sources),
             # All uses of a shared tensor have one handle.
-            recv.shared is not None or torch._C._autograd._get_current_graph_task_keep_graph(),
+            recv.shared is not None or keeps_graph(),
             self.contexts.oldest_context if root.worker == self._worker else 0,
         )
         if remote_backward is None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from phalanx.torch_versions import DelayedError
+
 ANCHOR = torch.empty(0, requires_grad=True, dtype=torch.float32, device="cpu")
 """An input of every node: autograd makes no node without an input that requires gradients."""
 
@@ -213,7 +215,7 @@ class _RecvRpc(torch.autograd.Function):
 
 def _refuse_second_derivatives(gradients: list[Tensor | None]) -> list[Tensor | None]:
     """Return the gradients such that differentiating them again raises an error."""
-    refuse: Any = torch._C._functions.DelayedError(
+    refuse = DelayedError(
         b"gradients of gradients do not pass through calls (create_graph=True)", len(gradients)
     )
     given = [None if one is None else one.detach().requires_grad_() for one in gradients]
