@@ -92,8 +92,7 @@ class Arguments {
     for (int rank = 0; rank < ranks(); ++rank) {
       Operand operand;
       kept_.push_back(nb::borrow(PyList_GetItem(list, rank)));
-      if (!read(kept_.back().ptr(), operand) ||
-          operand.dtype != dtype.value_or(operand.dtype)) {
+      if (!read(kept_.back().ptr(), operand) || operand.dtype != dtype.value_or(operand.dtype)) {
         return false;
       }
       dtype = operand.dtype;
@@ -270,7 +269,8 @@ struct ReduceOperation : CollectiveOperation {
   bool parse(Arguments& arguments) {
     return arguments.count_is(2) && arguments.options(1, layout) &&
            arguments.single_tensor(0, subject, data) && arguments.root(root) &&
-           arguments.reduction(data.dtype, op) && (arguments.rank() != root || written.add(subject.ptr()));
+           arguments.reduction(data.dtype, op) &&
+           (arguments.rank() != root || written.add(subject.ptr()));
   }
   Status run(Core& core, const Bounds& bounds) const {
     return reduce(core.group, pointer(data.address), data.count, data.dtype, op, root, bounds);
@@ -583,7 +583,9 @@ struct RecvOperation : MessageOperation {
 
   Written written;
 
-  bool parse(Arguments& arguments) { return parse_message(arguments) && written.add(subject.ptr()); }
+  bool parse(Arguments& arguments) {
+    return parse_message(arguments) && written.add(subject.ptr());
+  }
   Status run(Core& core, const Bounds& bounds) const {
     return core.mailbox.recv(pointer(data.address), data.count, data.dtype, peer, tag, bounds);
   }

@@ -69,9 +69,7 @@ class PreparedOperation : public Prepared {
   PyObject* fail(const nb::object& status, double seconds, std::uint32_t site) const override {
     return operation_.fail(group().ptr(), status, Operation::kName, seconds, site);
   }
-  void finish() const override {
-    operation_.finish(native());
-  }
+  void finish() const override { operation_.finish(native()); }
   bool is_message() const override {
     return requires(Core& core) { operation_.post(core, true); };
   }

@@ -187,9 +187,7 @@ bool is_lazy_view(PyObject* tensor) {
   return (word_at(object_of(tensor), known.keys) & known.lazy) != 0;
 }
 
-bool may_require_grad(PyObject* tensor) {
-  return word_at(object_of(tensor), known.autograd) != 0;
-}
+bool may_require_grad(PyObject* tensor) { return word_at(object_of(tensor), known.autograd) != 0; }
 
 VersionCounter* version_counter(PyObject* tensor) {
   const Word counter = word_at(object_of(tensor), known.version);

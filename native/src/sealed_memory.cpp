@@ -107,8 +107,8 @@ SealedMemory::~SealedMemory() {
 }
 
 bool SealedMemory::make_private() {
-  void* anew = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE,
-                    descriptor_, 0);
+  void* anew =
+      mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, descriptor_, 0);
   // In two steps, since an mmap that fails may already have removed what was at a fixed address.
   return anew != MAP_FAILED &&
          mremap(anew, bytes_, bytes_, MREMAP_MAYMOVE | MREMAP_FIXED, base_) == base_;

@@ -275,8 +275,8 @@ Raises RuntimeError within `torch.autograd.grad`.
 
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Call a function at the end of the backward pass in this thread."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
+    execution: Any = torch.autograd.Variable._execution_engine
+    execution.queue_callback(callback)
 
 
 def has_saved_tensor_hooks() -> bool:

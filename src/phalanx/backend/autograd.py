@@ -1,4 +1,4 @@
-"""What PyTorch's dispatcher does for autograd with the operators of its own groups.
+"""Warnings of backward passes through operations, as from the operators of PyTorch's own groups.
 
 An operator without a derivative of its own gets one from PyTorch: a backward pass through it warns
 that gradients end there. Groups in Python are called without the dispatcher. So operators without
@@ -13,16 +13,14 @@ import torch
 
 from phalanx.backend.instrumentation import EVENT_NAMES, OperatorCall
 
-# The methods whose operators return the tensors of their first argument. A backward pass through
-# others is not seen by PyTorch either.
+# The methods whose operators have a list of tensors for outputs and one for inputs. A backward pass
+# through others is not seen by PyTorch either.
 _METHODS = (
     "all_gather_single",
     "allreduce",
     "alltoall",
     "broadcast",
-    "reduce_scatter",
     "reduce_scatter_single",
-    "scatter",
 )
 _LIBRARY = torch.library.Library("phalanx", "FRAGMENT")  # type: ignore[no-untyped-call]
 

@@ -1,4 +1,4 @@
-"""What the program knows of the failures of its operations.
+"""The failures of operations of which the program knows, and those that nobody has seen.
 
 A failed operation whose error nobody has seen must not be lost: it is raised when the rank leaves
 its groups. But once the program has got an error that broke a group, or Ctrl-C, all others are the

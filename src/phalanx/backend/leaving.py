@@ -1,4 +1,4 @@
-"""How a rank leaves a group: it completes what it has posted.
+"""The way a rank leaves a group: it completes what it has posted.
 
 Collectives and sends are completed, as long as their peers take part and within the timeout of the
 group. Then the rank announces that it posts no more. A receive is completed if its message comes,
