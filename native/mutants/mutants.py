@@ -499,7 +499,7 @@ FAILING = [
         "no check of ranks that left",
         GROUP,
         STEPS,
-        (("presence.load(std::memory_order_seq_cst) == Presence::left) {", "pid.load() < 0) {"),),
+        (("(presence == Presence::left || presence == Presence::leaving) {", "(false) {"),),
     ),
     Mutant(
         "only the awaited rank is checked",

@@ -41,7 +41,7 @@ def test_the_pytorch_in_use_is_tested() -> None:
 def test_doctor_notes_another_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert software.check_versions()[1].level == "ok"
     monkeypatch.setattr(software.metadata, "version", lambda _name: "2.99.0")
-    (_, found, _) = software.check_versions()
+    (_, found, *_) = software.check_versions()
     assert found.level == "note"
     assert found.message.startswith("torch 2.99.0, ")
 

@@ -87,12 +87,11 @@ class MismatchedTensor(MismatchedOperation):
     )
 
     def describe_cause(self) -> list[str]:
-        operations = [side.operation for side in self.sides if side.operation is not None]
-        call, counts = operations[0], {each.count for each in operations}
+        called = [(side, side.operation) for side in self.sides if side.operation is not None]
+        call, counts = called[0][1], {operation.count for _, operation in called}
         what = "sizes" if len(counts) > 1 else "dtypes"
         given = [
-            f"{format_ranks(side.ranks)} {format_tensor(operation)}"
-            for side, operation in zip(self.sides, operations, strict=True)
+            f"{format_ranks(side.ranks)} {format_tensor(operation)}" for side, operation in called
         ]
         return [
             f"Ranks gave {call.kind} #{call.sequence} at {format_call_site(call)} tensors of "
