@@ -187,7 +187,10 @@ def goes_to_the_general_method() -> None:
         return bool(names)
 
     assert not general(lambda: group.allreduce([own], plain))
-    assert not general(lambda: group.allreduce([torch.nn.Parameter(own)], plain))
+    parameter = torch.nn.Parameter(own)
+    assert general(lambda: group.allreduce([parameter], plain))
+    with torch.no_grad():
+        assert not general(lambda: group.allreduce([parameter], plain))
     assert not general(lambda: group.allreduce([torch.ones(0, 3)], plain))
     assert not general(lambda: group.allreduce([torch.tensor(1.0)], plain))
     for name, tensor in unusual_tensors().items():

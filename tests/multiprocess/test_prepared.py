@@ -414,6 +414,7 @@ def a_handler_comes_between() -> None:
     check = distributed_c10d._check_single_tensor
 
     def disturbed(*arguments: Any) -> Any:
+        distributed_c10d._check_single_tensor = check
         signal.raise_signal(signal.SIGUSR1)
         return check(*arguments)
 
