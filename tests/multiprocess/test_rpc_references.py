@@ -11,6 +11,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -220,6 +221,11 @@ def pass_on(rref: rpc.RRef[torch.Tensor]) -> rpc.RRef[torch.Tensor]:
 def pause_at_hand_overs(seed: int) -> None:
     """Let each thread that handles a request, or counts a reference, lose its core for a while."""
     chosen, handle, apply = random.Random(seed), RpcServer._handle, OwnedValues.apply
+    begin = RpcServer._begin
+
+    def pausing_begin(self: RpcServer, *arguments: Any) -> Any:
+        time.sleep(chosen.choice((0, 0, 0.005)))
+        return begin(self, *arguments)
 
     def pausing_handle(self: RpcServer, *arguments: Any) -> None:
         time.sleep(chosen.choice((0, 0, 0.002, 0.005)))
@@ -229,6 +235,7 @@ def pause_at_hand_overs(seed: int) -> None:
         time.sleep(chosen.choice((0, 0.005)) if delta.amount > 0 else 0)
         return apply(self, delta)
 
+    RpcServer._begin = pausing_begin  # type: ignore[method-assign]
     RpcServer._handle = pausing_handle  # type: ignore[method-assign]
     OwnedValues.apply = pausing_apply  # type: ignore[method-assign]
 
@@ -244,14 +251,25 @@ def check_order() -> None:
     wait_for(lambda: rpc.rpc_sync(2, owned_count) == 0)
 
 
-def run_with_pauses(seed: int) -> None:
+def check_values_of_their_creator() -> None:
+    """Workers call themselves: the references may come and go before the call arrives."""
+    for number in range(120):
+        rref = rpc.rpc_sync(number % 3, give, (f"worker-{number % 3}",))
+        assert rref.to_here().sum() == 8
+    del rref
+    for worker in range(3):
+        wait_for(lambda worker=worker: rpc.rpc_sync(worker, owned_count) == 0)  # type: ignore[misc]
+
+
+def run_with_pauses(seed: int, check: Callable[[], None]) -> None:
     pause_at_hand_overs(seed + int(os.environ["RANK"]))
-    run_as_worker(check_order)
+    run_as_worker(check)
 
 
+@pytest.mark.parametrize("check", [check_order, check_values_of_their_creator])
 @pytest.mark.parametrize("hosts", ["aaa", "aab"])
-def test_no_value_is_lost(ranks: RankServer, hosts: str) -> None:
-    ranks.run(3, run_with_pauses, fresh_seed(), hosts=hosts)
+def test_no_value_is_lost(ranks: RankServer, hosts: str, check: Callable[[], None]) -> None:
+    ranks.run(3, run_with_pauses, fresh_seed(), check, hosts=hosts)
 
 
 # ---- death ----

@@ -9,6 +9,10 @@ below zero for a while, while the sender's is still above. So no worker waits fo
 passing a reference costs one message without an answer. (This is weighted reference counting, Bevan
 1987, with the counts kept by the owner.)
 
+The call that creates a value may arrive after others that use it: on another connection, or, if a
+worker calls itself, after changes in references that the worker applies at once. The count may be
+zero meanwhile, and a value that somebody waits for is then kept for its creation.
+
 References of a dead worker no longer count.
 """
 
@@ -55,6 +59,10 @@ class OwnedValue(Future[Any]):
     def __init__(self) -> None:
         super().__init__()
         self.holders: dict[int, int] = {}
+        self.is_created = False
+        """True once the call that creates it has arrived."""
+        self.is_awaited = False
+        """True if somebody may wait for it."""
         self.on_use: Callable[[str, tuple[Any, ...], dict[str, Any]], None] | None = None
         """Called before code of the user gets the value on this worker or calls a method of it.
 
@@ -97,7 +105,9 @@ class OwnedValues:
     def get_or_create(self, rref_id: RRefId) -> OwnedValue:
         """Return a value; a name that is not known yet gets a value that is not ready."""
         with self._lock:
-            return self._get_or_create(rref_id)
+            value = self._get_or_create(rref_id)
+            value.is_awaited = True
+            return value
 
     def _get_or_create(self, rref_id: RRefId) -> OwnedValue:
         if (value := self._values.get(rref_id)) is None:
@@ -108,6 +118,7 @@ class OwnedValues:
         """Return a value that is to be created, with the first reference of its creator."""
         with self._lock:
             value = self._get_or_create(rref_id)
+            value.is_created = True
             if holder not in self._lost_workers:
                 self._count(value, RefCountDelta(rref_id, holder, 1))
             return value
@@ -130,7 +141,7 @@ class OwnedValues:
         count = value.holders.pop(delta.holder, 0) + delta.amount
         if count:
             value.holders[delta.holder] = count
-        elif not value.holders:
+        elif not value.holders and (value.is_created or not value.is_awaited):
             del self._values[delta.rref_id]
 
     def forget(self, worker: int) -> None:

@@ -91,8 +91,7 @@ class RRef(Generic[_T]):
                 "type hint: RRef(module, Interface)"
             )
         rref_id = RRefId(own.id, next(own.local_ids))
-        own.owned_values.apply(RefCountDelta(rref_id, own.id, 1))
-        own.owned_values.get_or_create(rref_id).set_result(value)
+        own.owned_values.begin(rref_id, own.id).set_result(value)
         self._set(own, rref_id, own.id, None)
 
     @classmethod
