@@ -152,6 +152,11 @@ def _send_around(worker: int, rref: rpc.RRef[torch.Tensor]) -> rpc.RRef[torch.Te
     return passed
 
 
+def limit_of(numbers: range) -> float:
+    """Return the seconds that programs may take."""
+    return LIMIT * (2 + len(numbers))
+
+
 def run_rank(trial: TrialRank, hosts: str, seed: int, numbers: range) -> list[str]:
     """Be a worker; worker 0 runs the programs and returns what went wrong."""
     os.environ["PHALANX_HOST_ID"] = hosts[trial.rank]
@@ -164,7 +169,7 @@ def run_rank(trial: TrialRank, hosts: str, seed: int, numbers: range) -> list[st
             if problem := run_program(f"{seed} {number}"):
                 wrong.append(f"program {number}: {problem}")
                 break  # what it has left would disturb the next one
-    rpc.shutdown(graceful=not wrong, timeout=LIMIT)
+    rpc.shutdown(graceful=not wrong, timeout=limit_of(numbers))  # others wait here for worker 0
     dist.destroy_process_group()
     return wrong
 
@@ -172,7 +177,7 @@ def run_rank(trial: TrialRank, hosts: str, seed: int, numbers: range) -> list[st
 def run(pool: Pool, hosts: str, seed: int, numbers: range) -> list[str]:
     """Run programs in new workers; return what went wrong, and replace the workers then."""
     pool.begin(WORKERS, run_rank, hosts, seed, numbers)
-    answers = pool.finish(WORKERS, LIMIT * (3 + len(numbers)))
+    answers = pool.finish(WORKERS, limit_of(numbers) + LIMIT)
     wrong = [
         f"programs from {numbers[0]} on, worker {rank}: {answer.error or 'it died or hung'}"
         for rank, answer in enumerate(answers)
