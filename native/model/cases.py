@@ -62,6 +62,10 @@ def replication(
     )
 
 
+def references(workers: int, owner: int, steps: int, *, deaths: int = 0) -> tuple[str, ...]:
+    return f"WORKERS={workers}", f"OWNER={owner}", f"STEPS={steps}", f"DEATHS={deaths}"
+
+
 def newcomers(old: int, new: int, *, deaths: int = 0) -> tuple[str, ...]:
     return f"OLD={old}", f"NEW={new}", f"DEATHS={deaths}"
 
@@ -148,6 +152,13 @@ def correct_cases() -> list[Case]:
             for suspicions in range(3)
         ),
         Case("replication", replication(1, 4, deaths=1, suspicions=2)),
+        *(
+            Case("references", references(workers, owner, steps, deaths=deaths))
+            for workers, steps in ((2, 5), (3, 4))
+            for owner in (0, 1)
+            for deaths in (0, 1)
+        ),
+        Case("references", references(3, 1, 5, deaths=2), long=True),
         # Orders that may be weaker: see README.
         Case("waiting", (*WAITING, "SLEEPERS_SUB=relaxed")),
         Case("waiting", (*WAITING, "SLEEPERS_ADD=acq_rel")),
@@ -313,6 +324,12 @@ def wrong_steps() -> list[Case]:
         Case("replication", (*replication(1, 1, deaths=1), "ANSWERS_EARLY"), ASSERTION),
         Case("replication", (*replication(1, 2, deaths=1), "WITHOUT_TOKENS"), ASSERTION),
         Case("replication", (*replication(1, 2, suspicions=1), "MAKES_LATE_CHANGES"), ASSERTION),
+        *(
+            Case("references", (*references(2, owner, 3), mistake), ASSERTION)
+            for owner in (0, 1)
+            for mistake in ("FREED_BEFORE_CREATION", "ANY_ORDER", "NOTHING_KEPT")
+        ),
+        Case("references", (*references(3, 0, 3, deaths=1), "DEATH_FIRST"), ASSERTION),
         Case("agreement", (*agreement(2, late=1), "OVERWRITTEN"), ASSERTION),
         Case("agreement", (*agreement(2, late=1), "EXCLUDED_BY_ONE"), ASSERTION),
         Case("agreement", (*agreement(2, late=1), "GOES_ON_EXCLUDED"), ASSERTION),
