@@ -194,6 +194,62 @@ def test_after_the_deadline_without_a_launcher(
     check(scenario)
 
 
+UNIMPORTABLE = """
+import os, sys
+import phalanx
+
+def rank():
+    if os.environ["RANK"] == "1":
+        import no_such_module
+    with phalanx.init():
+        pass
+
+if __name__ == "__main__":
+    phalanx.launch(rank, nprocs=3) if sys.argv[1:] else rank()
+"""
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("launcher", ("run", "launch"))
+def test_an_exception_before_joining(tmp_path: Path, launcher: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(UNIMPORTABLE)
+    run = [*COMMAND, "run", "--nproc-per-node", "3", str(script)]
+    command = run if launcher == "run" else [sys.executable, str(script), "launch"]
+    assert subprocess.run(command, capture_output=True, timeout=LIMIT).returncode == 1
+    job = read_job()
+    diagnosis = as_json(job)["diagnosis"]
+    assert (diagnosis["kind"], diagnosis["ranks"]) == ("failed", [1]), as_text(job)
+    assert "ModuleNotFoundError: No module named 'no_such_module'" in diagnosis["text"][0]
+
+
+HEALTHY = """
+import time
+import phalanx
+import torch.distributed as dist
+
+with phalanx.init():
+    dist.barrier()
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGHUP))
+def test_a_signal_to_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(HEALTHY)
+    with start_process(*COMMAND, "run", "--nproc-per-node", "2", str(script)) as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            assert "ready" in process.stdout.readline()
+        process.send_signal(number)
+        process.communicate(timeout=LIMIT)
+    text = as_text(read_job())
+    assert f"The launcher was ended by {number.name} and stopped ranks 0 and 1" in text
+
+
 SPAWN = """
 import os, sys, time
 import torch.multiprocessing as mp

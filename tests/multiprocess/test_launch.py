@@ -18,7 +18,13 @@ import pytest
 
 import phalanx
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launcher.failures import Failure, excerpt, find_root_cause, mark_late_causes
+from phalanx.launcher.failures import (
+    Failure,
+    excerpt,
+    find_exception,
+    find_root_cause,
+    mark_late_causes,
+)
 from tests.descriptors import list_descriptors
 from tests.seeds import fresh_seed
 from tests.waiting import wait_for
@@ -470,3 +476,28 @@ def test_excerpt_is_the_last_chain_of_tracebacks():
     long_excerpt = excerpt(trace + "\n".join(map(str, range(100)))).splitlines()
     assert len(long_excerpt) == 41
     assert (long_excerpt[0], long_excerpt[-1]) == (trace.strip(), "99")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ""),
+        ("only output\n", ""),
+        (
+            "noise\nTraceback (most recent call last):\n  File\n    code\nValueError: a\nb\n",
+            "ValueError: a",
+        ),
+        (
+            "Traceback (most recent call last):\n  File\nKeyError: 1\n\nDuring handling of the above "
+            "exception, another exception occurred:\n\nTraceback (most recent call last):\n  File\nImportError: c",
+            "ImportError: c",
+        ),
+        (
+            '  File "x.py", line 1\n    def f(:\n          ^\nSyntaxError: invalid syntax',
+            "SyntaxError: invalid syntax",
+        ),
+        ("Traceback (most recent call last):\n  File", ""),
+    ],
+)
+def test_the_exception_at_the_end_of_stderr(text, expected):
+    assert find_exception(text) == expected

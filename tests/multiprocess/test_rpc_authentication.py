@@ -175,9 +175,20 @@ def test_process_of_another_user(acceptor: AcceptorThread, monkeypatch: pytest.M
     monkeypatch.setattr(local_connection, "_peer_user", peer_user)
     with pytest.raises(PhalanxError, match="another user"):
         local_connection.connect(KEY, acceptor.address)
-    wait_for(lambda: acceptor.rejected_count == 1)
     with connect(acceptor.address) as client:
         assert is_rejected(client)
+    wait_for(lambda: acceptor.rejected_count == 1)
+
+
+def test_a_peer_that_gives_up_is_no_stranger(acceptor: AcceptorThread) -> None:
+    """A caller whose timeout passes while it connects does not lack the key."""
+    initiator = local_connection.make_handshake(KEY, acceptor.address, is_initiator=True)
+    for hello in (b"", initiator.begin()[:5], initiator.begin()):
+        with connect(acceptor.address) as client:
+            client.sendall(hello)
+            wait_for(lambda: len(acceptor.acceptor._pending) == 1)
+        wait_for(lambda: not acceptor.acceptor._pending)
+    assert acceptor.rejected_count == 0
 
 
 def test_many_silent_connections(acceptor: AcceptorThread) -> None:

@@ -34,6 +34,7 @@ from phalanx.launcher.failures import (
     format_report,
     mark_late_causes,
     may_have_unknown_cause,
+    record_exceptions,
 )
 from phalanx.launcher.job_coordinator import AbsentHostError, Agreement, JobCoordinator, agree
 from phalanx.launcher.options import Job, presence_timeout
@@ -257,12 +258,12 @@ class Agent(LocalElasticAgent):
 
     def _all_failures(self, worker_group: WorkerGroup, result: RunResult) -> list[Failure]:
         self._forwarder.wait_for_exits(_EXIT_SECONDS)
-        return mark_late_causes(
-            [
-                self._failure(worker_group, failure.local_rank, failure.pid, failure.exitcode)
-                for failure in result.failures.values()
-            ]
-        )
+        failures = [
+            self._failure(worker_group, failure.local_rank, failure.pid, failure.exitcode)
+            for failure in result.failures.values()
+        ]
+        record_exceptions(self._launcher_log, failures)
+        return mark_late_causes(failures)
 
     def _failure(self, worker_group: WorkerGroup, local_rank: int, pid: int, code: int) -> Failure:
         end = self._forwarder.exits().get(local_rank)

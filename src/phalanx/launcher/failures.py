@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
+from phalanx.observe.launcher_log_writer import LauncherLogWriter
 from phalanx.system.processes import describe_exit, signal_exit_code
 
 GRACE = 3.0
@@ -34,6 +35,7 @@ _CONNECTION_ERROR = re.compile(
 _PREFIX = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
 """The prefix that torch gives to the lines of a traceback once a group exists."""
 _TRACEBACK = "Traceback (most recent call last):"
+_SYNTAX_ERROR = re.compile(r"(Syntax|Indentation|Tab)Error: ")
 _CHAIN = (
     "The above exception was the direct cause",
     "During handling of the above exception",
@@ -178,6 +180,22 @@ def excerpt(text: str) -> str:
     if len(rows) > 40:
         rows = [*rows[:10], f"  ... {len(rows) - 40} lines ...", *rows[-30:]]
     return "\n".join(rows)
+
+
+def find_exception(text: str) -> str:
+    """Return the line with the exception in the end of a rank's stderr; empty if there is none."""
+    rows = text.splitlines()
+    starts = [i for i, row in enumerate(rows) if row.startswith(_TRACEBACK)]
+    if not starts:  # a script that cannot be compiled has no traceback
+        return next(filter(_SYNTAX_ERROR.match, rows[-1:]), "")
+    return next((row for row in rows[starts[-1] + 1 :] if row and not row[0].isspace()), "")
+
+
+def record_exceptions(log: LauncherLogWriter, failures: Sequence[Failure]) -> None:
+    """Record with which exceptions ranks have ended; those that formed no group cannot do it."""
+    for each in failures:
+        if error := find_exception(each.text):
+            log.end(each.rank, each.pid, each.code, stopped=each.stopped, error=error)
 
 
 def is_remote_cause(failures: Sequence[Failure], remote_failure: RemoteFailure | None) -> bool:

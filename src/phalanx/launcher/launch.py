@@ -25,6 +25,7 @@ from phalanx.launcher.failures import (
     excerpt,
     find_root_cause,
     may_have_unknown_cause,
+    record_exceptions,
 )
 from phalanx.launcher.host_resources import check_host, rank_defaults
 from phalanx.launcher.output_forwarder import Exit, OutputForwarder, Sink
@@ -218,6 +219,7 @@ def _raise_failure(
         parts = [cause.headline + (" after it had returned its result" if outcome else "")]
         if cause.text:
             parts.append(f"The end of its stderr:\n{cause.text}")
+    record_exceptions(launcher_log, ranks.failures)
     later = [f.rank for f in ranks.failures if not f.stopped and f is not cause]
     parts += [f"Failed after it: {_format_ranks(later)}."] if later else []
     parts += [f"Stopped by the launcher: {_format_ranks(ranks.stopped)}."] if ranks.stopped else []

@@ -282,6 +282,8 @@ def _build_ranks(
             rank = replace(
                 rank, pid=start.pid, host=location.host, problem=unreadable.pop(start.pid, "")
             )
+            if start.error and not start.stopped:
+                rank = replace(rank, ending="failed", exception=start.error)
         ranks.append(replace(rank, process=_find_process(rank, location)))
     return tuple(ranks)
 
@@ -400,6 +402,7 @@ def _apply_event(log: _LauncherLog, event: dict[str, Any]) -> bool:
         ended=time if start.ended is None else start.ended,
         code=start.code if code is None else code,
         stopped=start.stopped or event.get("stopped") is True,
+        error=error if isinstance(error := event.get("error"), str) and error else start.error,
     )
     return True
 

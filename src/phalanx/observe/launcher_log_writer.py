@@ -3,7 +3,8 @@
 It has one JSON object per line, in `launcher.jsonl` in the job's directory:
 
     {"event": "start", "rank": 0, "pid": 812, "attempt": 0, "world_size": 2, "time": 1795251664.1}
-    {"event": "end", "rank": 0, "pid": 812, "code": -9, "stopped": false, "time": 1795251702.9}
+    {"event": "end", "rank": 0, "pid": 812, "code": -9, "stopped": false, "error": "",
+     "time": 1795251702.9}
     {"event": "finish", "code": 137, "time": 1795251703.0}
 """
 
@@ -102,16 +103,17 @@ class LauncherLogWriter:
         size = self._world_size if world_size is None else world_size
         self._write("start", rank=rank, pid=pid, attempt=attempt, world_size=size)
 
-    def end(self, rank: int, pid: int, code: int | None, *, stopped: bool) -> None:
-        """Record that a rank has ended.
+    def end(self, rank: int, pid: int, code: int | None, *, stopped: bool, error: str = "") -> None:
+        """Record that a rank has ended; it may be recorded again once more is known.
 
         Args:
             rank: The number of the rank in the job.
             pid: The pid of its process.
             code: The exit code as in `subprocess`; None if unknown.
             stopped: Whether the launcher had begun to stop the rank before.
+            error: The exception that ended it, in one line; empty if it is unknown.
         """
-        self._write("end", rank=rank, pid=pid, code=code, stopped=stopped)
+        self._write("end", rank=rank, pid=pid, code=code, stopped=stopped, error=error)
 
     def finish(self, code: int) -> bool:
         """Record that the job has ended with an exit code; a second call does nothing.

@@ -133,7 +133,7 @@ class Start:
     """The launcher's record of the start and the end of a rank.
 
     `code` is the exit code as in `subprocess`. `stopped` is true if the launcher had begun to stop
-    the rank before its end.
+    the rank before its end. `error` is the exception at the end of its stderr, in one line.
     """
 
     pid: int
@@ -142,6 +142,7 @@ class Start:
     ended: float | None = None
     code: int | None = None
     stopped: bool = False
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,8 @@ class Rank:
         clock: Unix time minus monotonic time in nanoseconds, when the recorder was opened.
         opened: The time at which the recorder was opened; 0 if there is no recorder.
         ending: The rank's own record of its end.
-        exception: The exception in one line, if `ending` is "failed".
+        exception: The exception in one line, if `ending` is "failed". The launcher's record is
+            used for a rank without a recorder.
         ended: The time of that record; 0 if there is none.
         groups: The groups in the order in which the rank formed them.
         open: The operations under way, oldest first.

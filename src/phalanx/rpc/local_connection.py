@@ -337,7 +337,10 @@ class Acceptor:
                 raise ConnectionResetError
             if answer := handshake.receive(data):
                 connection.send(answer)
-        except (OSError, AuthenticationError):
+        except OSError:  # the peer has given up, as after its timeout
+            self._drop(fd)
+            return
+        except AuthenticationError:
             self._reject(fd)
             return
         if not handshake.missing:
@@ -347,9 +350,12 @@ class Acceptor:
             self._on_accepted(LocalConnection(connection))
 
     def _reject(self, fd: int) -> None:
+        self._drop(fd)
+        self._on_rejected()
+
+    def _drop(self, fd: int) -> None:
         self._reactor.unwatch(fd)
         self._pending.pop(fd)[0].close()
-        self._on_rejected()
 
     def _wait_for_resources(self, error: OSError) -> None:
         """Pause while peers wait in the kernel; polling would only report them again, at once."""

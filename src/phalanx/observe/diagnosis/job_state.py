@@ -9,6 +9,7 @@ from phalanx.observe.diagnosis.diagnosis import Diagnosis, build_sides
 from phalanx.observe.diagnosis.formatting import format_duration, format_ranks
 from phalanx.observe.exit_reasons import get_last_record_time
 from phalanx.observe.wait_for_graph import LONG_WAIT
+from phalanx.system.processes import signal_name
 
 if TYPE_CHECKING:
     from phalanx.observe.wait_for_graph import FailedOperation, WaitForGraph
@@ -25,6 +26,7 @@ _HANDLED_OUTCOMES = (
 _SYSTEM_ERROR = re.compile(
     r"\brank (\d{1,5}) could not get memory|system error on rank (\d{1,5})\b"
 )
+_SIGNALED = 128
 _INTERRUPTED = re.compile(r"\brank (\d{1,5}) was interrupted\b")
 
 
@@ -107,9 +109,14 @@ class StoppedByLauncher(Diagnosis):
                 "killed by a signal that it cannot handle, such as SIGKILL.",
                 f"The kernel then killed {ranks}: no rank had failed before.",
             ]
+        stopped = f"The launcher stopped {ranks}"
+        # It exits with 128 + N after signal N. No rank, here or elsewhere, had failed with that code.
+        if job.hosts == 1 and job.code is not None and job.code > _SIGNALED:
+            by = signal_name(job.code - _SIGNALED)
+            stopped = f"The launcher was ended by {by} and stopped {ranks}"
         return [
-            f"The launcher stopped {ranks}{self.describe_time(self.since)}: no rank had failed, "
-            "and none had waited for long."
+            f"{stopped}{self.describe_time(self.since)}: no rank had failed, and none had waited "
+            "for long."
         ]
 
     def suggest_fixes(self) -> list[str]:
