@@ -488,8 +488,9 @@ def test_excerpt_is_the_last_chain_of_tracebacks():
             "ValueError: a",
         ),
         (
-            "Traceback (most recent call last):\n  File\nKeyError: 1\n\nDuring handling of the above "
-            "exception, another exception occurred:\n\nTraceback (most recent call last):\n  File\nImportError: c",
+            "Traceback (most recent call last):\n  File\nKeyError: 1\n\nDuring handling of the "
+            "above exception, another exception occurred:\n\nTraceback (most recent call last):"
+            "\n  File\nImportError: c",
             "ImportError: c",
         ),
         (

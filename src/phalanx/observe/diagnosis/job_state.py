@@ -110,7 +110,7 @@ class StoppedByLauncher(Diagnosis):
                 f"The kernel then killed {ranks}: no rank had failed before.",
             ]
         stopped = f"The launcher stopped {ranks}"
-        # It exits with 128 + N after signal N. No rank, here or elsewhere, had failed with that code.
+        # It exits with 128 + N after signal N, and no rank had failed with that code.
         if job.hosts == 1 and job.code is not None and job.code > _SIGNALED:
             by = signal_name(job.code - _SIGNALED)
             stopped = f"The launcher was ended by {by} and stopped {ranks}"
