@@ -267,7 +267,7 @@ CASES = (
         _run_steadily,
         (0, 1, 2),
         "launcher",
-        "launcher stopped ranks 0-2",
+        "launcher was ended by SIGTERM and stopped ranks 0-2",
         "signal",
         disturb=_signal_launcher(signal.SIGTERM),
     ),

@@ -72,6 +72,24 @@ def test_an_unanswered_call_while_pending_and_after_ctrl_c() -> None:
     assert "executing it for 20 s." in as_text(after)
 
 
+@pytest.mark.parametrize(
+    ("pairs", "ranks"),
+    [([], (1,)), ([(0, 1)], (1,)), ([(0, 1), (1, 2)], (2,)), ([(0, 1), (1, 2), (2, 1)], (1, 2))],
+)
+def test_the_timeout_of_a_call(pairs: list[tuple[int, int]], ranks: tuple[int, ...]) -> None:
+    """The caller has failed, but the callee, or the worker that it waited for, is at fault."""
+    builder = JobBuilder(3).run_collectives()
+    workers = with_calls(builder, pairs, 3).workers
+    text = "ask1 on worker 'worker1' (id 1, pid 801 on host) took longer than 3 s"
+    builder.fail(0, f"phalanx.errors.CallTimeout: {text}").advance(0.1)
+    builder.fail((1, 2), "phalanx.errors.PeerLost: worker 'worker0' (id 0) left RPC")
+    job = replace(builder.build(), workers=workers)
+    diagnosis = diagnose(job)
+    assert (diagnosis.kind, diagnosis.ranks) == ("unanswered", ranks)
+    assert text in as_text(job)
+    assert as_json(job)["diagnosis"]["ranks"] == list(ranks)
+
+
 def test_a_killed_rank_takes_precedence_over_calls() -> None:
     builder = JobBuilder(3).run_collectives()
     job = with_calls(builder, [(0, 1)])

@@ -40,7 +40,7 @@ from phalanx.observe.diagnosis.mismatches import (
     UnawaitedMessage,
     UnsentMessage,
 )
-from phalanx.observe.diagnosis.pending_calls import UnansweredCall
+from phalanx.observe.diagnosis.pending_calls import TimedOutCall, UnansweredCall
 from phalanx.observe.wait_for_graph import WaitForGraph
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ _DETECTORS: tuple[Callable[[WaitForGraph], Diagnosis | None], ...] = (
     RefusedResource.detect,
     lost_ranks.check_peer_loss,
     lost_ranks.check_signal_handler,
+    TimedOutCall.detect,
     lost_ranks.check_exit,
     # Ranks that block others, from the most to the least certain cause.
     lost_ranks.check_blocking_ranks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,15 @@ if TYPE_CHECKING:
 
 _RECORDED = 3_000_000_000
 """Nanoseconds within which a callee records that it executes a call."""
+
+_CHECK_FUNCTION = (
+    "Check the called function: an infinite loop, a lock, or a remote call without a timeout. A "
+    "function that trains for the whole job is fine."
+)
+
+_TIMEOUT = re.compile(
+    r"(?:[\w.]*\.)?CallTimeout: .*\(id (\d{1,9}), pid (\d{1,9}) on [^)]*\) took longer than "
+)
 
 _MAX_CALLS = 8
 """Maximum number of calls to show."""
@@ -53,11 +63,50 @@ class UnansweredCall(Diagnosis):
         stack = suggest_stack_dump(self.graph, self.ranks)
         return [
             *([stack] if self.graph.job.running and self.ranks else []),
-            "Check the called function: an infinite loop, a lock, or a remote call without a "
-            "timeout. A function that trains for the whole job is fine.",
+            _CHECK_FUNCTION,
             "Set a timeout, so that the caller can continue: `rpc_sync(..., timeout=SECONDS)`, or "
             "`rpc_timeout` in `rpc_backend_options`.",
         ]
+
+
+class TimedOutCall(UnansweredCall):
+    """An RPC worker did not answer a call in time, and the caller ended with that exception."""
+
+    @classmethod
+    def detect(cls, graph: WaitForGraph) -> Diagnosis | None:
+        """Return a diagnosis of the callee if the first rank to fail raised the timeout of a call.
+
+        A callee that waited for another worker is not at fault.
+        """
+        failed = [number for number, status in graph.exits.items() if status.is_own_failure]
+        first = min(failed, key=lambda number: (graph.exits[number].time, number), default=None)
+        if first is None or graph.first_failure is not None or graph.recovered:
+            return None
+        exception = graph.ranks[first].exception
+        if (found := _TIMEOUT.match(exception)) is None:
+            return None
+        number, pid = int(found[1]), int(found[2])
+        by_id = {worker.id: worker for worker in graph.job.workers}
+        seen: list[int] = []
+        while number not in seen and number in by_id and by_id[number].made:
+            seen.append(number)
+            number, pid = by_id[number].made[0].peer, 0
+        if number in seen:  # a cycle
+            pids = [by_id[each].pid for each in seen[seen.index(number) :]]
+        else:
+            pids = [by_id[number].pid if number in by_id else pid]
+        ranks = tuple(rank.rank for rank in graph.job.ranks if rank.pid in pids)
+        return cls(graph, ranks, graph.exits[first].time, reason=exception) if ranks else None
+
+    def describe_cause(self) -> list[str]:
+        time = self.describe_time(self.since)
+        return [
+            f"{self.subject} did not answer a remote call in time{time}: {self.escape_reason(400)}"
+        ]
+
+    def suggest_fixes(self) -> list[str]:
+        more = "If it needs that long, give the call more time: `rpc_sync(..., timeout=SECONDS)`."
+        return [_CHECK_FUNCTION, more]
 
 
 @dataclass(frozen=True)
