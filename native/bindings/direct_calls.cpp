@@ -163,11 +163,12 @@ void install_direct_calls(nb::handle group_class, const nb::dict& layouts) {
 }  // namespace
 
 void bind_direct_calls(nb::module_& module) {
-  module.def("find_field", &find_field, nb::arg("objects"), nb::arg("values"), nb::arg("size"));
+  module.def("has_field", &has_field, nb::arg("objects"), nb::arg("values"), nb::arg("position"),
+             nb::arg("size"));
   module.def("set_tensor_api", &set_tensor_api, nb::arg("table"), nb::arg("types"),
              nb::arg("is_grad_enabled"));
-  module.def("find_tensor_memory", &find_tensor_memory, nb::arg("plain"), nb::arg("negative"),
-             nb::arg("conjugate"), nb::arg("graded"), nb::arg("changed"));
+  module.def("set_tensor_layout", &set_tensor_layout, nb::arg("layout"), nb::arg("plain"),
+             nb::arg("negative"), nb::arg("conjugate"), nb::arg("graded"), nb::arg("changed"));
   module.def("install_direct_calls", &install_direct_calls, nb::arg("group_class"),
              nb::arg("layouts"));
 }

@@ -1,14 +1,14 @@
 // The options objects of torch.distributed, read where they lie in memory.
 //
 // Their attributes are properties in C++, and reading three of them costs three times as much as an
-// all-reduce of a few bytes. So the position of each field is found once per process, by
-// experiment: objects are made with known values, and the field is at the only position at which
-// the memory of all of them shows these values. A class for which that fails has no direct calls.
+// all-reduce of a few bytes. The positions of their fields are in a table (torch_layouts.py), and
+// are confirmed with objects that have known values. A class for which that fails has no direct
+// calls.
 #pragma once
 
 #include <cstdint>
 
-#include "core.h"
+#include "foreign_memory.h"
 
 namespace phalanx::bindings {
 
@@ -36,8 +36,9 @@ Number field_at(const std::byte* memory, int position) {
   return value;
 }
 
-// Returns the position of the field of `size` bytes (1 or 8) that has `values` in `objects`, all of
-// one class bound by pybind11; -1 if there is not exactly one.
-int find_field(const nb::list& objects, const std::vector<std::int64_t>& values, int size);
+// Whether the field of `size` bytes (1 or 8) at a position has these values in `objects`, which are
+// of one class bound by pybind11.
+bool has_field(const nb::list& objects, const std::vector<std::int64_t>& values, int position,
+               int size);
 
 }  // namespace phalanx::bindings

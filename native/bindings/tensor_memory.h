@@ -1,15 +1,14 @@
 // The memory of torch's tensors as objects, as far as their C table tells nothing of it.
 //
-// Its layout is not part of any interface, so nothing here is assumed: the position of a field is
-// found once per process, by experiment, among tensors that are known to differ in it. If that
-// fails, as in a later version of torch, there are no direct calls.
+// Its layout is not part of any interface: it comes from a table by version of torch, and is
+// confirmed with tensors that differ in each field. If that fails, there are no direct calls.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <vector>
 
-#include "core.h"
+#include "foreign_memory.h"
 
 namespace phalanx::bindings {
 
@@ -18,12 +17,12 @@ namespace phalanx::bindings {
 using VersionCounter = std::atomic<std::uint32_t>;
 static_assert(VersionCounter::is_always_lock_free);
 
-// Finds where tensors keep the bits of negative and conjugate views, their state in autograd, and
-// their counter. The first three lists have tensors that differ in these bits only; those of
-// `graded` require gradients; `changed` has tensors with many different versions. Returns whether
-// all were found; the functions below require that.
-bool find_tensor_memory(const nb::list& plain, const nb::list& negative, const nb::list& conjugate,
-                        const nb::list& graded, const nb::list& changed);
+// Sets the layout of tensors: the positions of fields in bytes, and sizes, by their names in the
+// table. Returns whether tensors have it; the functions below require that. The first three lists
+// have tensors that differ in the bits of views only; those of `graded` require gradients;
+// `changed` has tensors with many different versions, which do not.
+bool set_tensor_layout(const nb::dict& layout, const nb::list& plain, const nb::list& negative,
+                       const nb::list& conjugate, const nb::list& graded, const nb::list& changed);
 
 // Whether a tensor of a class of torch's own is a negative or conjugate view.
 bool is_lazy_view(PyObject* tensor);
@@ -51,8 +50,8 @@ class TensorState {
 
  private:
   struct Words {
-    const std::uint64_t* begin = nullptr;
-    std::vector<std::uint64_t> values;
+    const std::byte* begin = nullptr;
+    std::vector<std::byte> values;
 
     bool are_current() const;
   };

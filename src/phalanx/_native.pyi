@@ -663,16 +663,14 @@ class OperationState:
     """True if there may be direct calls."""
     def __init__(self, native: Any, timeout: float) -> None: ...
 
-def find_field(objects: Sequence[Any], values: Sequence[int], size: int) -> int:
-    """Return the position of a field in the memory of objects of a class bound by pybind11.
+def has_field(objects: Sequence[Any], values: Sequence[int], position: int, size: int) -> bool:
+    """Return whether a field lies at a position in the memory of objects.
 
     Args:
-        objects: Objects of one class.
+        objects: Objects of one class bound by pybind11.
         values: The value of the field in each object.
+        position: The position of the field in bytes.
         size: The size of the field in bytes, 1 or 8.
-
-    Returns:
-        The position in bytes; -1 unless there is exactly one.
     """
 
 def set_tensor_api(table: Any, types: tuple[type, type], is_grad_enabled: Any) -> bool:
@@ -681,16 +679,18 @@ def set_tensor_api(table: Any, types: tuple[type, type], is_grad_enabled: Any) -
     Returns False if the table has another version of DLPack.
     """
 
-def find_tensor_memory(
+def set_tensor_layout(
+    layout: dict[str, int],
     plain: list[Any],
     negative: list[Any],
     conjugate: list[Any],
     graded: list[Any],
     changed: list[Any],
 ) -> bool:
-    """Find where tensors keep what the C table does not tell; False if that fails.
+    """Set the layout of tensors in memory; return whether they have it.
 
     Args:
+        layout: One of `phalanx.torch_layouts.TENSORS`.
         plain: Ordinary views; the first three lists have tensors that differ in their bits only.
         negative: Negative views.
         conjugate: Conjugate views.

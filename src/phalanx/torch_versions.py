@@ -16,6 +16,8 @@ from torch._C import _autograd, _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 from torch.utils import _python_dispatch, _pytree
 
+from phalanx import torch_layouts
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -38,6 +40,9 @@ None if PyTorch has no such method.
 
 TENSOR_TABLE: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 """PyTorch's table of C functions for its tensors, a capsule; None if it has none."""
+
+TENSOR_LAYOUT = torch_layouts.TENSORS.get(tuple(map(int, torch.__version__.split(".")[:2])))
+"""The layout of tensors in memory; None if it is unknown for this version."""
 
 OBSERVER_FLAGS: list[tuple[Any, str]] = [
     (module, name)

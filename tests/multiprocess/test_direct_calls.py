@@ -21,6 +21,7 @@ from phalanx import _native
 from phalanx.backend import direct_calls
 from phalanx.backend.process_group import ProcessGroup
 from phalanx.errors import CollectiveTimeout, UsageError
+from phalanx.torch_layouts import OPTIONS, TENSORS
 from tests.conformance import cases
 from tests.ranks import RankServer
 from tests.seeds import fresh_seed
@@ -302,15 +303,30 @@ def test_the_switch() -> None:
     assert "PHALANX_DIRECT_CALLS=2 in the environment: expected an integer" in ended.stderr
 
 
-def test_a_field_is_found_if_it_is_the_only_one() -> None:
+def test_positions_are_confirmed() -> None:
     options = [dist.ReduceOptions() for _ in range(3)]
     roots = [11, 22, 33]
     for each, root in zip(options, roots, strict=True):
         each.rootRank = root
-    position = _native.find_field(options, roots, 8)
-    assert position >= 0
-    assert _native.find_field(options, [1, 2, 3], 8) == -1
-    assert _native.find_field(options, roots[:2], 8) == -1
-    for each, root in zip(options, roots, strict=True):
-        each.rootTensor = root
-    assert _native.find_field(options, roots, 8) == -1
+    position = OPTIONS["ReduceOptions"]["root"]
+    assert _native.has_field(options, roots, position, 8)
+    assert not _native.has_field(options, [1, 2, 3], position, 8)
+    assert not _native.has_field(options, roots[:2], position, 8)
+    assert not _native.has_field(options, roots, position + 8, 8)
+    assert not _native.has_field(options, roots, 2**30, 8)  # where there is no memory
+
+
+@pytest.mark.parametrize("name", sorted(set(TENSORS[2, 13]) - {"bytes", "storage_bytes"}))
+def test_a_wrong_layout_is_found(name: str) -> None:
+    """In a process of its own, since the layout is that of all groups in it."""
+    script = (
+        "import sys\n"
+        "from phalanx import _native, torch_versions\n"
+        "from phalanx.backend import direct_calls\n"
+        "layout = dict(torch_versions.TENSOR_LAYOUT)\n"
+        "assert _native.set_tensor_layout(layout, *direct_calls._samples())\n"
+        "for more in (8, -8, 2**20):\n"
+        "    wrong = {**layout, sys.argv[1]: max(layout[sys.argv[1]] + more, 0)}\n"
+        "    assert not _native.set_tensor_layout(wrong, *direct_calls._samples()), wrong\n"
+    )
+    subprocess.run([sys.executable, "-c", script, name], check=True)

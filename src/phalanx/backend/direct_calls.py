@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
-from phalanx import _native, env, torch_versions
+from phalanx import _native, env, torch_layouts, torch_versions
 from phalanx.backend import known_failures
 from phalanx.backend.call_site import call_site, short_site
 from phalanx.backend.execution import DONE
@@ -65,7 +65,8 @@ def install(group_class: type[dist.ProcessGroup]) -> None:
     is_known = (
         not obstacle()
         and _native.set_tensor_api(table, kinds, torch.is_grad_enabled)
-        and _native.find_tensor_memory(*_samples())
+        and torch_versions.TENSOR_LAYOUT is not None
+        and _native.set_tensor_layout(torch_versions.TENSOR_LAYOUT, *_samples())
     )
     if not is_known:
         return
@@ -129,27 +130,31 @@ def _layout(name: str) -> tuple[type, int, int, int, int] | None:
     """Return the class of an operation's options, and the positions of their fields in memory.
 
     These are the timeout, whether it is asynchronous, the root and the operator; -1 for a field
-    that the class lacks. None if a position is unknown, or if the class has other attributes.
+    that the class lacks. None if objects do not have this layout, or have other attributes.
     """
     kind, has_root, has_op = _OPTIONS[name]
     attributes = {each for each in dir(kind) if not each.startswith("_")}
     if type(kind).__name__ != "pybind11_type" or attributes - _KNOWN_ATTRIBUTES:
         return None
-    numbers = range(1_000_003, 9_000_000, 1_000_003)
+    values = range(1_000_003, 9_000_000, 1_000_003)
     flags = (True, False, True, True, False, False, False, True, False, True)
-    fields: list[tuple[int, str, list[tuple[Any, int]]]] = [
-        (8, "timeout", [(timedelta(milliseconds=number), number) for number in numbers]),
-        (1, "asyncOp", [(flag, int(flag)) for flag in flags]),
-        (8, "rootRank", [(number, number) for number in numbers] if has_root else []),
-        (1, "reduceOp", [(op, hash(op)) for op in _OPERATORS] if has_op else []),
+    fields: list[tuple[int, str, str, list[tuple[Any, int]]]] = [
+        (8, "timeout", "timeout", [(timedelta(milliseconds=value), value) for value in values]),
+        (1, "asyncOp", "async_op", [(flag, int(flag)) for flag in flags]),
+        (8, "rootRank", "root", [(value, value) for value in values] if has_root else []),
+        (1, "reduceOp", "op", [(op, hash(op)) for op in _OPERATORS] if has_op else []),
     ]
+    found = torch_layouts.OPTIONS[kind.__name__]
     positions = []
-    for size, field, samples in fields:
+    for size, field, key, samples in fields:
+        position = found.get(key, -1)
+        if (position < 0) != (not samples):
+            return None
         objects = [kind() for _ in samples]
         for each, (value, _) in zip(objects, samples, strict=True):
             setattr(each, field, value)
-        position = _native.find_field(objects, [number for _, number in samples], size)
-        if samples and position < 0:
+        numbers = [number for _, number in samples]
+        if samples and not _native.has_field(objects, numbers, position, size):
             return None
         positions.append(position)
     return kind, *positions
