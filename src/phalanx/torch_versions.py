@@ -41,7 +41,8 @@ None if PyTorch has no such method.
 TENSOR_TABLE: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 """PyTorch's table of C functions for its tensors, a capsule; None if it has none."""
 
-TENSOR_LAYOUT = torch_layouts.TENSORS.get(tuple(map(int, torch.__version__.split(".")[:2])))
+_major, _minor = torch.__version__.split(".")[:2]
+TENSOR_LAYOUT = torch_layouts.TENSORS.get((int(_major), int(_minor)))
 """The layout of tensors in memory; None if it is unknown for this version."""
 
 OBSERVER_FLAGS: list[tuple[Any, str]] = [
