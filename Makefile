@@ -161,7 +161,7 @@ PYTEST := timeout --foreground --signal=INT --kill-after=30 $(PYTEST_LIMIT) pyte
 # OPTIONS are further ones, from tools/gate.py.
 pytest: setup-dev ## the Python tests (ARGS="-k barrier -x" chooses)
 	$(call section,Python tests)
-	@$(PYTEST) $(or $(ARGS),-m "$(SELECT)" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(OPTIONS))
+	@$(PYTEST) $(or $(ARGS),$(TESTS) -m "$(SELECT)" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(OPTIONS))
 
 # The tests that draw their data or their examples.
 EXPLORED = $(shell grep -rlE "hypothesis|fresh_seed" tests --include='test_*.py')

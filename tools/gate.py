@@ -102,7 +102,7 @@ class PythonTests(Section):
     def run_again(self, failed: Sequence[str], seconds: float | None) -> list[str]:
         """Run failed tests one after another, and return those that fail again."""
         options = f"-m '' --last-failed --last-failed-no-failures=none -o cache_dir={self._cache}"
-        run_make(["pytest", f"ARGS={options}"], seconds)
+        run_make([*self.target, f"ARGS={options}"], seconds)
         again = self._read_failed()
         return [name for name in failed if name in again]
 
@@ -148,6 +148,16 @@ class NativeTests(Section):
 
 NATIVE = ("native", "CMakeLists.txt", ".clang-tidy")
 
+GENERAL = (
+    "tests/conformance",
+    *(f"tests/fault/test_{name}.py" for name in ("abort", "deadlines", "messages", "mismatch")),
+    *(
+        f"tests/multiprocess/test_{name}.py"
+        for name in ("backend_works", "blocking_messages", "callbacks", "gradients", "prepared")
+    ),
+)
+"""The tests of operations, which are run again without direct calls."""
+
 LAYERS: dict[str, list[Section]] = {
     "test": [
         Section("lint", ("lint",)),
@@ -159,6 +169,16 @@ LAYERS: dict[str, list[Section]] = {
         NativeTests("native-asan", ("native-asan",), NATIVE),
         NativeTests("native-tsan", ("native-tsan",), NATIVE),
         PythonTests("slow-tests", ("pytest", "SELECT=slow and not long")),
+        # What `make test` shows of operations, without direct calls.
+        PythonTests(
+            "general-tests",
+            (
+                "pytest",
+                "PHALANX_DIRECT_CALLS=0",
+                "SELECT=not slow and not long",
+                f"TESTS={' '.join(GENERAL)}",
+            ),
+        ),
         Section("docs", ("docs",)),
     ],
 }

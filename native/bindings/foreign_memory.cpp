@@ -9,8 +9,7 @@ namespace phalanx::bindings {
 
 CarefulReader::CarefulReader() {
   if (pipe2(pipe_.data(), O_CLOEXEC | O_NONBLOCK) != 0) {
-    PyErr_SetFromErrno(PyExc_OSError);
-    throw nb::python_error();
+    raise_system_error(errno);
   }
 }
 

@@ -1,6 +1,10 @@
 // The only place that converts a status of the core to a Python object.
 #include <unistd.h>
 
+#include <cerrno>
+#include <cstring>
+#include <string>
+
 #include "core.h"
 
 namespace phalanx::bindings {
@@ -138,8 +142,14 @@ bool BlockingCall::check_signals() {
 }
 
 void raise_system_error(int error) {
-  errno = error;
-  PyErr_SetFromErrno(PyExc_OSError);
+  std::string reason = std::strerror(error);
+  if (error == EFBIG) {  // nobody expects that of a limit on files
+    reason += ": raise `ulimit -f`, which limits shared memory too";
+  } else if (error == EMFILE) {
+    reason += ": raise `ulimit -n`";
+  }
+  const nb::object exception = nb::handle(PyExc_OSError)(error, reason.c_str());
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
   throw nb::python_error();
 }
 

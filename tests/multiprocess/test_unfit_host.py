@@ -65,3 +65,20 @@ def test_an_unfit_host_is_one_error(command: str, reason: str, tmp_path: Path, j
 
 def test_enough_files_for_many_ranks() -> None:
     check_host(128)
+
+
+@pytest.mark.slow
+def test_a_limit_on_the_size_of_files(tmp_path: Path, jobs: Path) -> None:
+    """It limits shared memory too, which nobody expects."""
+    script = tmp_path / "script.py"
+    script.write_text("import phalanx\nwith phalanx.init():\n    pass\n")
+    command = [sys.executable, "-c", COMMANDS["phalanx run"], "run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -f 100; exec "$@"', "sh", *command, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "File too large: raise `ulimit -f`, which limits shared memory too\n" in done.stderr

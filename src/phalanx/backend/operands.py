@@ -7,7 +7,6 @@ mistake on one rank does not affect others. `empty_shared` creates tensors that 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Collection, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -290,6 +289,6 @@ def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -
     except OSError as error:
         raise PhalanxError(
             f"empty_shared: no shared memory for {dtype}{list(shape)}, {needed} bytes "
-            f"({os.strerror(error.errno or 0)}): free memory, or use torch.empty"
+            f"({error.strerror}): free memory, or use torch.empty"
         ) from None
     return from_dlpack(memory).view(dtype).view(shape)

@@ -353,6 +353,8 @@ def _convert_write_errors(step: int, path: Path) -> Iterator[None]:
         advice = ": older checkpoints are unchanged"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             advice = f"; free disk space, or keep fewer checkpoints{advice}"
+        elif error.errno == errno.EFBIG:
+            advice = f"; raise the limit of file sizes (`ulimit -f`){advice}"
         raise CheckpointError(
             f"the checkpoint of step {step} was not saved: {error.strerror or error} in {path}"
             f"{advice}"

@@ -118,7 +118,7 @@ class EmbeddingTable:
         except OSError as error:
             raise PhalanxError(
                 f"no shared memory for table {name!r} of {rows} rows of {width} {dtype} with "
-                f"{len(optimizer.state_names)} state tensors ({os.strerror(error.errno or 0)}): "
+                f"{len(optimizer.state_names)} state tensors ({error.strerror}): "
                 "free memory, or use more servers"
             ) from None
         self._initialize(core, TableHandle(name, os.getpid(), core.descriptor, nonce, optimizer))

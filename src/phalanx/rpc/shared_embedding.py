@@ -237,7 +237,7 @@ def share(module_class: object, module: Any, rref: RRef[nn.Module]) -> None:
             "%s",
             type(module).__name__,
             weight.nbytes,
-            os.strerror(error.errno or 0),
+            error.strerror,
         )
         return
     revoke_before_use(rref, shared)

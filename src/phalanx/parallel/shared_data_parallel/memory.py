@@ -92,7 +92,7 @@ class HostMemory:
             try:
                 memory = _native.CowMemory.create(self._size)
             except OSError as error:
-                problem = os.strerror(error.errno or 0)
+                problem = error.strerror or str(error)
         if topology.host_group is not None:
             message = [(os.getpid(), memory.descriptor if memory else -1, problem)]
             dist.broadcast_object_list(message, group=topology.host_group, group_src=0)
@@ -104,7 +104,7 @@ class HostMemory:
                 except OSError as error:
                     failure = PhalanxError(
                         f"cannot map the memory of a model, created by process {pid} of this host: "
-                        f"{os.strerror(error.errno or 0)}"
+                        f"{error.strerror}"
                     )
             topology.barrier()
             if failure is not None:
