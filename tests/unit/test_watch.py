@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import replace
 
 import pytest
 
 from phalanx.observe.model import Group, Job, Process, Rank, Report, Start
 from phalanx.observe.watch import Row, View, as_json, build_view, get_outcome
+from phalanx.observe.watch_table import describe_activity, describe_balance
 from tests.synthetic_jobs import (
     NOW,
     SECOND,
@@ -72,6 +74,18 @@ def test_short_waits_name_no_straggler() -> None:
 
 def test_a_single_rank() -> None:
     assert build_view(job(rank(0, 1))).balance == "single_rank"
+
+
+def test_ranks_that_have_not_joined() -> None:
+    started = Start(4000, time.time() - 90)
+    ranks = [Rank(n, pid=4000 + n, start=started, process=Process("running")) for n in range(2)]
+    view = build_view(job(*ranks))
+    assert view.balance == "not_joined"
+    assert describe_balance(job(*ranks), view).plain == "No rank has joined a group yet."
+    for row in view.rows:
+        assert (row.waiting, row.has_joined) == (None, False)
+        assert describe_activity(row).startswith("not joined yet, 1 min 3")
+    assert build_view(job(ranks[0], rank(1))).balance == "no_waits"
 
 
 def test_a_rank_that_waits_itself_is_not_the_straggler() -> None:

@@ -31,7 +31,9 @@ _IDLE_SECONDS = 10.0
 NOTICED = 0.05
 """Shares of time below this value are considered noise."""
 
-Balance = Literal["straggler", "balanced", "stuck", "no_waits", "single_rank", "ended"]
+Balance = Literal[
+    "straggler", "balanced", "stuck", "no_waits", "single_rank", "not_joined", "ended"
+]
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class Activity:
         under_way: Whether the operation is under way.
         group: The name of its group if the rank has several groups; else empty.
         peer: The root, or the other rank of a message, in the job; -1 for none or any.
-        seconds: The time since the operation began or, if it is not under way, since it ended.
+        seconds: The time since the operation began or, if it is not under way, since it ended;
+            without any, since the rank has joined or, if it has not, since it was started.
         waits_for: The rank in the job that it waits for now; -1 if none or unknown.
         num_other_operations: The number of further operations under way, such as posted messages.
     """
@@ -77,6 +80,7 @@ class Row:
         waits: The shares of time by the rank waited for; -1 stands for an unknown rank.
         memory: The resident memory in bytes; None if unknown.
         activity: The current activity of the rank.
+        has_joined: Whether it has begun to join a group, which opens its flight recorder.
         problem: The reason why its flight recorder cannot be read; empty if it can.
     """
 
@@ -94,6 +98,7 @@ class Row:
     waits: Mapping[int, float]
     memory: int | None
     activity: Activity
+    has_joined: bool
     problem: str
 
     @property
@@ -154,7 +159,7 @@ class View:
         links: The links between hosts, by name.
         balance: "straggler": a rank delays others; "balanced": ranks wait for each other equally;
             "stuck": all live ranks only wait; "no_waits": no rank waits noticeably; "single_rank":
-            there is one rank; "ended": no rank is alive.
+            there is one rank; "not_joined": no rank has joined a group; "ended": no rank is alive.
         straggler: The rank that delays others, if any; may also be set if the balance is "stuck".
         max_share: The largest share of its time for which a rank waits.
     """
@@ -306,6 +311,7 @@ def _build_row(rank: Rank, job: Job, window: int) -> Row:
         waits=waits,
         memory=process.memory if process is not None and not rank.is_gone else None,
         activity=_find_activity(rank, job, (status.is_inactive and status.time) or job.now),
+        has_joined=rank.opened > 0,
         problem=rank.problem,
     )
 
@@ -347,6 +353,9 @@ def _measure_step_rate(reports: Sequence[Report], now: int, window: int) -> floa
 
 
 def _find_activity(rank: Rank, job: Job, now: int) -> Activity:
+    if not rank.opened:
+        begun = rank.start.time if rank.start is not None else math.inf
+        return Activity(seconds=max(time.time() - begun, 0.0))
     blocking = [operation for operation in rank.open if operation.is_blocking]
     current = min(blocking, key=_get_importance, default=None)
     posted = [operation.begin for operation in rank.open if operation is not current]
@@ -400,6 +409,8 @@ def _judge_balance(
 ) -> Balance:
     if rows and not any(row.is_alive for row in rows):
         return "ended"
+    if rows and not any(row.has_joined for row in rows if row.is_alive):
+        return "not_joined"
     if len(rows) == 1:
         return "single_rank"
     if alive and all((row.waiting or 0.0) > 0.99 for row in rows if row.is_alive):

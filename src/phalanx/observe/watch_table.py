@@ -127,6 +127,8 @@ def describe_balance(job: Job, view: View) -> Text:
         return Text(f"Balanced: no rank delays the others (waits of at most {view.max_share:.0%}).")
     if view.balance == "ended":
         return Text("All ranks have ended. The table shows their last operations.")
+    if view.balance == "not_joined":
+        return Text("No rank has joined a group yet.")
     if view.balance == "single_rank":
         return Text("The job has a single rank.")
     return Text("Balanced: no rank waits noticeably for another.")
@@ -148,6 +150,8 @@ def describe_activity(row: Row) -> str:
     if not row.is_alive:
         last = [f"was in {shown}", duration, *details] if activity.under_way else after or [shown]
         return ", ".join([*last, *note])
+    if not row.has_joined:
+        return f"not joined yet, {duration}"
     if activity.under_way:
         peer = [f"waits for {activity.waits_for}"] if activity.waits_for >= 0 else []
         progress = [f"{operation.progress}% done"] if operation and operation.progress else []
