@@ -42,7 +42,7 @@ groups = st.builds(
     size=st.integers(-(2**31), 2**31 - 1) | st.integers(0, 4),
     members=st.lists(st.integers(-2, 70), max_size=5).map(tuple),
     sequence=UNSIGNED,
-    left=st.booleans(),
+    left_time=st.just(0) | UNSIGNED,
     left_at=TEXT,
     abort_reason=TEXT,
 )

@@ -268,7 +268,7 @@ class JobBuilder:
             if group_record.name == (group or self.names[0]):
                 site = "/srv/job/train.py:77"
                 own.groups[index] = replace(
-                    group_record, left=True, left_at=site, abort_reason=abort_reason
+                    group_record, left_time=self.time, left_at=site, abort_reason=abort_reason
                 )
         return self
 

@@ -49,7 +49,7 @@ nb::dict group_to_python(const RecordedGroup& group) {
   to["size"] = group.size;
   to["members"] = text(group.members);
   to["sequence"] = group.sequence;
-  to["left"] = group.left;
+  to["left_time"] = group.left_time;
   to["left_at"] = text(group.left_at);
   to["abort_reason"] = text(group.abort_reason);
   return to;
@@ -220,7 +220,7 @@ class GroupFormation {
     recorder_->end(slot_, record_);
     GroupEntry* entry = recorder_->group(entry_);
     if (code != Code::ok && entry != nullptr) {
-      entry->left.store(1, std::memory_order_relaxed);
+      entry->left_time.store(record_.end, std::memory_order_relaxed);
     }
   }
 

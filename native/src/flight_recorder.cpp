@@ -171,7 +171,7 @@ std::uint16_t FlightRecorder::add_group(int rank, int size) {
       entry = &candidate;
       break;
     }
-    const bool left = candidate.left.load(std::memory_order_relaxed) != 0;
+    const bool left = candidate.left_time.load(std::memory_order_relaxed) != 0;
     if (left && (entry == nullptr || candidate.id.load(std::memory_order_relaxed) <
                                          entry->id.load(std::memory_order_relaxed))) {
       entry = &candidate;
@@ -185,7 +185,7 @@ std::uint16_t FlightRecorder::add_group(int rank, int size) {
   // new group in a copy of the file finds no old id there.
   entry->identity.store(0, std::memory_order_release);
   entry->sequence.store(0, std::memory_order_release);
-  entry->left.store(0, std::memory_order_release);
+  entry->left_time.store(0, std::memory_order_release);
   entry->left_at.store(0, std::memory_order_release);
   entry->rank = rank;
   entry->size = size;

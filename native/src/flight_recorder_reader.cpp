@@ -97,7 +97,7 @@ void read_groups(const RecorderLayout& layout, RecorderContents& to) {
                          .id = static_cast<std::uint16_t>(id),
                          .rank = entry.rank,
                          .size = entry.size,
-                         .left = entry.left.load(std::memory_order_relaxed) != 0,
+                         .left_time = entry.left_time.load(std::memory_order_relaxed),
                          .left_at = left_at < to.sites.size() ? to.sites[left_at] : "",
                          .name = text_of(entry.name),
                          .members = text_of(entry.members),

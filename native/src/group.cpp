@@ -223,7 +223,7 @@ void Group::leave() {
   if (entry_ != nullptr) {
     entry_->left_at.store(current_caller().site, std::memory_order_relaxed);
     // A reader that finds it in a copy of the file may read the call site.
-    entry_->left.store(1, std::memory_order_release);
+    entry_->left_time.store(nanoseconds(Clock::now()), std::memory_order_release);
     recorder_->publish_sites();
   }
   // A rank that has announced its end by an exception is lost to its peers, however it ends.

@@ -19,8 +19,8 @@ using namespace phalanx;
 
 namespace {
 
-// The numbers of layout version 4: a change of any of them requires a new kRecorderVersion.
-static_assert(kRecorderVersion == 4 && kRecorderMagic == 0x584f424c4b434201);
+// The numbers of layout version 5: a change of any of them requires a new kRecorderVersion.
+static_assert(kRecorderVersion == 5 && kRecorderMagic == 0x584f424c4b434201);
 static_assert(sizeof(Record) == 64 && sizeof(SharedRecord) == 72);
 static_assert(offsetof(Record, sequence) == 32 && offsetof(Record, peer) == 48);
 static_assert(offsetof(Record, dtype) == 52 && offsetof(Record, site) == 56);
@@ -31,7 +31,8 @@ static_assert(offsetof(RecorderHeader, operations_begun) == 320 &&
               offsetof(RecorderHeader, main_thread_wait) == 360);
 static_assert(offsetof(RecorderHeader, lone_wait) == 368);
 static_assert(offsetof(RecorderHeader, exception) == 380);
-static_assert(sizeof(GroupEntry) == 896 && offsetof(GroupEntry, name) == 40);
+static_assert(sizeof(GroupEntry) == 896 && offsetof(GroupEntry, left_time) == 16 &&
+              offsetof(GroupEntry, name) == 40);
 static_assert(sizeof(CallSite) == 128 && sizeof(SharedReport) == 40);
 static_assert(sizeof(LinkEntry) == 128 && offsetof(LinkEntry, sent) == 8);
 static_assert(offsetof(LinkEntry, time) == 24 && offsetof(LinkEntry, host) == 56);
@@ -173,7 +174,7 @@ TEST(entries_of_groups_that_were_left_are_reused) {
   GroupEntry* entry = recorder->group(ids[5]);
   CHECK(entry != nullptr);
   FlightRecorder::name_group(*entry, std::string(300, 'n'), std::string(300, '1'));
-  entry->left.store(1);
+  entry->left_time.store(1);
   const std::uint16_t fresh = recorder->add_group(0, 2);
   CHECK(fresh != 0 && recorder->group(ids[5]) == nullptr && recorder->group(fresh) == entry);
   FlightRecorder::name_group(*entry, std::string(300, 'n'), std::string(300, '1'));
@@ -191,7 +192,7 @@ TEST(group_ids_wrap_around_without_collision) {
     const std::uint16_t id = recorder->add_group(1, 2);
     const bool fresh = id != 0 && id != living;
     if (!CHECK(fresh)) return;
-    recorder->group(id)->left.store(1);
+    recorder->group(id)->left_time.store(1);
   }
   CHECK_EQ(recorder->group(living)->rank, 0);
 }

@@ -65,7 +65,7 @@ groups = st.builds(
     size=numbers,
     members=st.lists(numbers, max_size=4).map(tuple),
     sequence=numbers,
-    left=st.booleans(),
+    left_time=times,
     left_at=words,
     abort_reason=words,
 )

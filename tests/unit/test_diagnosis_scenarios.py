@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx.observe.diagnosis import Diagnosis, diagnose
+from phalanx.observe.diagnosis.formatting import format_time
 from phalanx.observe.explain import as_text
 from tests.synthetic_jobs import SECOND, JobBuilder
 
@@ -427,3 +428,11 @@ def test_the_begin_of_the_failure() -> None:
         builder.advance(1).end_process(1, -9).advance(0.01).end(0, "peer_lost").build()
     )
     assert abs(diagnosis.since - died) < 1000
+
+
+def test_a_rank_finished_when_it_left_the_group() -> None:
+    builder = JobBuilder(2).run_collectives().advance(1).leave(1)
+    left = int(builder.unix * 1e9)
+    builder.advance(30).exit(1).begin(0, waiting_for=1).advance(5)
+    assert get_kind_and_ranks(builder) == ("finished", (1,))
+    assert f"Rank 1 (pid 801) finished early at {format_time(left)}" in as_text(builder.build())

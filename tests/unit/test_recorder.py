@@ -127,7 +127,7 @@ FORMED, UNFORMED = ({"kind": "join", "outcome": outcome} for outcome in ("ok", "
 
 
 def build_recorder(**fields: Any) -> dict[str, Any]:
-    groups = [{"left": False}]
+    groups = [{"left_time": 0}]
     return {"attempt": 0, "ending": "exited", "groups": groups, "done": [], **fields}
 
 
@@ -136,15 +136,15 @@ def build_recorder(**fields: Any) -> dict[str, Any]:
     [
         ([], False),
         ([build_recorder()], True),
-        ([build_recorder(), build_recorder(ending="left", groups=[{"left": True}])], True),
+        ([build_recorder(), build_recorder(ending="left", groups=[{"left_time": 7}])], True),
         ([build_recorder(), build_recorder(ending="")], False),
         ([build_recorder(), build_recorder(ending="failed")], False),
         ([build_recorder(done=[OK])], True),
         ([build_recorder(done=[OK, LOST])], False),
-        ([build_recorder(done=[LATE], groups=[{"left": True}] * 2)], True),
-        ([build_recorder(done=[LATE], groups=[{"left": True}, {"left": False}])], False),
-        ([build_recorder(done=[UNFORMED], groups=[{"left": True}])], False),
-        ([build_recorder(done=[UNFORMED, FORMED], groups=[{"left": True}])], True),
+        ([build_recorder(done=[LATE], groups=[{"left_time": 7}] * 2)], True),
+        ([build_recorder(done=[LATE], groups=[{"left_time": 7}, {"left_time": 0}])], False),
+        ([build_recorder(done=[UNFORMED], groups=[{"left_time": 7}])], False),
+        ([build_recorder(done=[UNFORMED, FORMED], groups=[{"left_time": 7}])], True),
         ([build_recorder(ending="failed"), build_recorder(attempt=1)], True),
         ([build_recorder(), build_recorder(attempt=1, ending="")], False),
     ],

@@ -30,7 +30,7 @@
 namespace phalanx {
 
 inline constexpr std::uint64_t kRecorderMagic = 0x584f424c4b434201;  // "\1BCKLBOX"
-inline constexpr std::uint32_t kRecorderVersion = 4;
+inline constexpr std::uint32_t kRecorderVersion = 5;
 inline constexpr std::size_t kRecorderGroups = 128;
 inline constexpr std::size_t kRecorderSites = 1024;
 inline constexpr std::size_t kRecorderOpen = 64;
@@ -127,12 +127,11 @@ struct GroupEntry {
   std::atomic<std::uint64_t> identity;  // the segment's nonce; 0 while the group is being formed
   // collectives begun; writer: the holder of the collective lock
   std::atomic<std::uint64_t> sequence;
-  std::atomic<std::uint32_t> id;       // 0: unused; written last
-  std::atomic<std::uint32_t> left;     // 1: this rank has left
-  std::atomic<std::uint32_t> left_at;  // a call site
+  std::atomic<std::uint64_t> left_time;  // monotonic; 0: this rank has not left
+  std::atomic<std::uint32_t> id;         // 0: unused; written last
+  std::atomic<std::uint32_t> left_at;    // a call site
   std::int32_t rank;
   std::int32_t size;
-  std::int32_t reserved;
   Text<88> name;
   Text<128> members;       // ranks in the job: "0-3,6"; empty: too many
   Text<640> abort_reason;  // why this rank aborted it; holds a deadlock of six ranks

@@ -19,7 +19,7 @@ struct RecordedGroup {
   std::uint16_t id = 0;
   int rank = 0;
   int size = 0;
-  bool left = false;
+  std::uint64_t left_time = 0;  // 0: it has not left
   std::string left_at;
   std::string name;
   std::string members;

@@ -88,7 +88,7 @@ class Group:
         size: The world size of the group.
         members: The ranks in the job by rank in the group; empty if there were too many to record.
         sequence: The number of collectives that this rank has begun in the group.
-        left: Whether this rank has left the group.
+        left_time: The time at which this rank left the group; 0 if it has not.
         left_at: The call site at which it left; empty if unknown.
         abort_reason: The reason for which this rank aborted the group; empty if it did not.
     """
@@ -99,9 +99,14 @@ class Group:
     size: int
     members: tuple[int, ...] = ()
     sequence: int = 0
-    left: bool = False
+    left_time: int = 0
     left_at: str = ""
     abort_reason: str = ""
+
+    @property
+    def left(self) -> bool:
+        """Return whether this rank has left the group."""
+        return self.left_time > 0
 
 
 @dataclass(frozen=True)

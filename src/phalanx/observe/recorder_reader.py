@@ -124,4 +124,4 @@ def _has_left(recorder: dict[str, Any]) -> bool:
     """
     last = recorder["done"][-1] if recorder["done"] else None
     unformed = last is not None and last["kind"] == "join" and last["outcome"] != "ok"
-    return not unformed and all(group["left"] for group in recorder["groups"])
+    return not unformed and all(group["left_time"] for group in recorder["groups"])

@@ -171,8 +171,9 @@ class FinishedRank(MissingRank):
         group = next((side.group for side in self.waiting if side.group is not None), None)
         own = self.graph.find_group_record(rank, group)
         did = f"reached the end of {self.possessive} script"
+        since = self.since
         if own is not None and own.left:
-            did = "left the group"
+            did, since = "left the group", own.left_time
         if not self.graph.ranks[rank].opened:
             did += " before it joined any group"
         if own is not None:
@@ -180,7 +181,7 @@ class FinishedRank(MissingRank):
             did += f" at {escape(own.left_at.rpartition('/')[2], 60)}" if own.left_at else ""
             did += f", after {done} collective{'s' if done != 1 else ''} of that group"
         it = "it" if self.is_single else "they"
-        return [f"{self.subject} finished early{self.describe_time(self.since)}: {it} {did}."]
+        return [f"{self.subject} finished early{self.describe_time(since)}: {it} {did}."]
 
     def suggest_fixes(self) -> list[str]:
         has_joined = any(self.graph.ranks[number].opened for number in self.ranks)
