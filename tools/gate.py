@@ -102,7 +102,8 @@ class PythonTests(Section):
     def run_again(self, failed: Sequence[str], seconds: float | None) -> list[str]:
         """Run failed tests one after another, and return those that fail again."""
         options = f"-m '' --last-failed --last-failed-no-failures=none -o cache_dir={self._cache}"
-        run_make([*self.target, f"ARGS={options}"], seconds)
+        variables = [each for each in self.target if "=" in each]
+        run_make(["pytest", *variables, f"ARGS={options}"], seconds)
         again = self._read_failed()
         return [name for name in failed if name in again]
 
