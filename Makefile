@@ -17,8 +17,6 @@ JOBS ?= $(shell nproc)
 ARGS ?=
 # Which simulated host each rank is on, a letter for each, over and over.
 HOSTS ?= aab
-# Seconds that a run of pytest may take.
-PYTEST_LIMIT ?= 3600
 
 # The newest version that has a CPU wheel. Another one gets an environment of its own:
 # `make test TORCH=2.14.1` (its wheel brings CUDA, which takes 6 GB).
@@ -155,13 +153,10 @@ SELECT := not long
 # files at a time leave none of two cores idle. Files run in the order of their names, tests/unit last:
 # it has many short ones, so that all workers end together.
 WORKERS := $(shell echo $$((($(JOBS) * 3 + 1) / 2)))
-# The outer limit is for what pytest's own limit per test can't end.
-PYTEST := timeout --foreground --signal=INT --kill-after=30 $(PYTEST_LIMIT) pytest
-
 # OPTIONS are further ones, from tools/gate.py.
 pytest: setup-dev ## the Python tests (ARGS="-k barrier -x" chooses)
 	$(call section,Python tests)
-	@$(PYTEST) $(or $(ARGS),$(TESTS) -m "$(SELECT)" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(OPTIONS))
+	@pytest $(or $(ARGS),$(TESTS) -m "$(SELECT)" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(OPTIONS))
 
 # The tests that draw their data or their examples.
 EXPLORED = $(shell grep -rlE "hypothesis|fresh_seed" tests --include='test_*.py')
@@ -170,15 +165,15 @@ MINUTES := 30
 explore: setup-dev ## fresh random data and examples, until a failure or the end (MINUTES=30 ARGS="-k layouts")
 	$(call section,Exploring for $(MINUTES) minutes)
 	@end=$$(($$(date +%s) + 60 * $(MINUTES))); while [ $$(date +%s) -lt $$end ]; do \
-	  PHALANX_TEST_SEED=random $(PYTEST) -m "" -x --hypothesis-profile=explore $(EXPLORED) $(ARGS) || exit 1; done
+	  PHALANX_TEST_SEED=random pytest -m "" -x --hypothesis-profile=explore $(EXPLORED) $(ARGS) || exit 1; done
 
 hosts: setup-dev ## the tests of one host's groups, on simulated hosts (HOSTS=aab: a letter per rank)
 	$(call section,Conformance between hosts)
-	@PHALANX_TEST_HOSTS=$(HOSTS) $(PYTEST) tests/conformance $(ARGS)
+	@PHALANX_TEST_HOSTS=$(HOSTS) pytest tests/conformance $(ARGS)
 
 trees: setup-dev ## the same with groups that meet over trees, as on machines with many caches
 	$(call section,Conformance over trees)
-	@PHALANX_TEST_TREES=1 $(PYTEST) tests/conformance $(ARGS)
+	@PHALANX_TEST_TREES=1 pytest tests/conformance $(ARGS)
 
 # With SOURCE, the tests of the libraries above process groups too.
 conformance: setup-dev ## PyTorch's own suite on Gloo and on Phalanx (ARGS="-k barrier --world-size 2")
@@ -212,7 +207,7 @@ $(VENV)/.integrations: pyproject.toml | $(VENV)/.dev
 # A part of it is a part of `make pytest`: all but what is marked long.
 ecosystem: setup-dev $(VENV)/.integrations ## FSDP2, DTensor, pipelines, compilers, Lightning, Accelerate on Phalanx: all tests
 	$(call section,The ecosystem)
-	@$(PYTEST) tests/ecosystem tests/examples/test_pipeline.py -m "" $(ARGS)
+	@pytest tests/ecosystem tests/examples/test_pipeline.py -m "" $(ARGS)
 
 pythons: ## build the wheel and self-check it on every Python here, 3.10 to 3.14 (ARGS="--only 3.12")
 	$(call section,Every Python)

@@ -92,9 +92,7 @@ class PythonTests(Section):
         shutil.rmtree(self._cache, ignore_errors=True)
         self.counts.unlink(missing_ok=True)
         options = f"--junitxml={self.counts} -o cache_dir={self._cache}"
-        # Two limits on the same time would end the run by the wrong one.
-        limit = [] if seconds is None else ["PYTEST_LIMIT=0"]
-        code = run_make([*self.target, *limit, f"OPTIONS={options}"], seconds)
+        code = run_make([*self.target, f"OPTIONS={options}"], seconds)
         # A run that was cut off has not come to all of its tests: it is no run to the end.
         is_whole = self._read(EXIT_CODE) in (0, 1)
         return _count(self, code, [self.name] * (not is_whole) + self._read_failed())
