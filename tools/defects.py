@@ -208,7 +208,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         name="value-freed-while-others-refer-to-it",
         file="rpc/reference_counting.py",
-        old="        elif not value.holders:\n",
+        old="        elif not value.holders and (value.is_created or not value.is_awaited):\n",
         new="        else:\n",
         tests=("multiprocess/test_rpc_references.py",),
     ),

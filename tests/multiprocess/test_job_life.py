@@ -157,7 +157,7 @@ def test_records_of_a_broken_group(ranks: RankServer, jobs: Path) -> None:
             assert own_file in operation.site
         assert failed[0].sequence == 2
     diagnosis = diagnose(job)
-    assert (diagnosis.kind, diagnosis.ranks) == ("branch", (0,))
+    assert (diagnosis.kind, diagnosis.ranks) == ("tensor", (0,))
 
 
 def exit_without_cleanup(base: Path) -> None:

@@ -71,7 +71,8 @@ dist.destroy_process_group()
     assert layers <= {
         f"phalanx.{name}"
         for name in (
-            "_native address backend transports env errors observe system topology torch_versions"
+            "_native address backend transports env errors observe system topology torch_layouts "
+            "torch_versions"
         ).split()
     }
     assert "phalanx.hierarchical" not in names

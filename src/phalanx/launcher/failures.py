@@ -9,10 +9,13 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from phalanx.observe.launcher_log_writer import LauncherLogWriter
 from phalanx.system.processes import describe_exit, signal_exit_code
+
+if TYPE_CHECKING:
+    # It imports torch, which the launcher on another host loads later, and quietly.
+    from phalanx.observe.launcher_log_writer import LauncherLogWriter
 
 GRACE = 3.0
 """Seconds for which ranks may continue after a consequence, so that its cause can show."""
@@ -191,7 +194,7 @@ def find_exception(text: str) -> str:
     return next((row for row in rows[starts[-1] + 1 :] if row and not row[0].isspace()), "")
 
 
-def record_exceptions(log: LauncherLogWriter, failures: Sequence[Failure]) -> None:
+def record_exceptions(log: "LauncherLogWriter", failures: Sequence[Failure]) -> None:
     """Record with which exceptions ranks have ended; those that formed no group cannot do it."""
     for each in failures:
         if error := find_exception(each.text):
