@@ -2,7 +2,8 @@
 
 One rank calls `dist.all_reduce` with 4 B, in turns on a group of Phalanx and on a group in Python
 whose method returns at once. With no peers to wait for, the difference is the cost of Phalanx. The
-same operation prepared runs on that group and on one without a flight recorder.
+same operation prepared runs on that group and on one without a flight recorder. PyTorch's fake
+backend, which is compiled and does nothing, shows what any compiled backend costs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 import phalanx
 from phalanx import _native
@@ -64,6 +66,7 @@ def form_groups() -> dict[str, tuple[Callable[..., float], Any]]:
     return {
         "phalanx": (time_plain, recorded),
         "idle group": (time_plain, idle),
+        "idle compiled backend": (time_plain, dist.new_group([0], backend="fake")),
         "prepared": (time_prepared, recorded),
         "prepared, without a recorder": (time_prepared, unrecorded),
     }
@@ -86,9 +89,15 @@ def main() -> None:
     for name, values in times.items():
         lower, median, upper = statistics.quantiles(values, n=4)
         print(f"{name}: {median:.3f} us per call (quartiles {lower:.3f} and {upper:.3f})")
-    pairs = zip(times["phalanx"], times["idle group"], strict=True)
-    lower, ratio, upper = statistics.quantiles([ours / idle for ours, idle in pairs], n=4)
-    print(f"{ratio:.2f} times the idle group (quartiles {lower:.2f} and {upper:.2f})")
+    ratios = dict[str, list[float]]()
+    for idle in ("idle group", "idle compiled backend"):
+        pairs = zip(times["phalanx"], times[idle], strict=True)
+        ratios[idle] = statistics.quantiles([ours / other for ours, other in pairs], n=4)
+        print(
+            "{1:.2f} times the {name} (quartiles {0:.2f} and {2:.2f})".format(
+                *ratios[idle], name=idle
+            )
+        )
     pairs = zip(times["prepared"], times["prepared, without a recorder"], strict=True)
     recorder = statistics.quantiles([(one - other) * 1e3 for one, other in pairs], n=4)
     print("the recorder: {1:.0f} ns (quartiles {0:.0f} and {2:.0f})".format(*recorder))
@@ -99,7 +108,9 @@ def main() -> None:
             "rounds": options.rounds,
             "calls": options.calls,
             "microseconds": {name: [round(t, 3) for t in each] for name, each in times.items()},
-            "ratio": [round(each, 3) for each in (lower, ratio, upper)],
+            "ratios": {
+                name: [round(each, 3) for each in quartiles] for name, quartiles in ratios.items()
+            },
             "recorder_ns": [round(each, 1) for each in recorder],
         }
         options.output.write_text(json.dumps(record, indent=1) + "\n")

@@ -64,7 +64,7 @@ class Experiment {
 
 template <class Predicate>
 bool all_of(const nb::list& tensors, Predicate predicate) {
-  return tensors.size() > 0 && std::all_of(tensors.begin(), tensors.end(), predicate);
+  return !tensors.empty() && std::all_of(tensors.begin(), tensors.end(), predicate);
 }
 
 std::size_t number(const nb::dict& layout, const char* name) {

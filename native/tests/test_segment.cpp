@@ -129,7 +129,7 @@ TEST(the_header_is_filled_and_the_rest_is_zero) {
   const auto segment = make(3);
   const Header& header = segment->header();
   CHECK_EQ(header.magic, kMagic);
-  CHECK_EQ(header.layout_version, 4u);
+  CHECK_EQ(header.layout_version, 5u);
   CHECK_EQ(header.ranks, 3u);
   CHECK_EQ(header.nonce, kNonce);
   CHECK_EQ(header.bytes, Segment::bytes_for(3));
