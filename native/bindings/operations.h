@@ -542,7 +542,6 @@ struct MessageOperation {
            Arguments::integer(arguments[1], arguments.ranks(), peer) &&
            Arguments::integer(arguments[2], kTags, tag);
   }
-  void finish(const nb::object& /*group*/) const {}
   static double timeout(const Arguments&, double unset) { return unset; }
   PyObject* fail(PyObject* group, const nb::object& status, const char* name, double timeout,
                  std::uint32_t site) const {
@@ -576,6 +575,7 @@ struct SendOperation : MessageOperation {
   MessagePtr post(Core& core, bool detached) const {
     return core.mailbox.isend(pointer(data.address), data.count, data.dtype, peer, tag, detached);
   }
+  void finish(const nb::object& /*group*/) const {}
 };
 
 struct RecvOperation : MessageOperation {
