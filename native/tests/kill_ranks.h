@@ -47,7 +47,6 @@ struct Case {
 
 inline constexpr int kMaxRanksOfACase = 5;
 inline constexpr auto kHang = 20s;
-inline constexpr auto kSoon = 1s;
 
 // Counts how often each step was passed, and how often it was a rank's last. Literals have the same
 // address in all processes of a test, as they are forks of one.
@@ -306,7 +305,7 @@ inline void Rank::come_last(const Group& group, const Process& victim) {
       case_.task.operation != Operation::messages && case_.task.operation != Operation::served;
   const bool absent = group.segment().control(case_.victim).step.load() == begun;
   if (meets && absent && victim.ended()) {
-    state_.missed = !eventually([this] { return others_done(self_); }, kSoon);
+    state_.missed = !eventually([this] { return others_done(self_); }, kHang / 2);
   } else {
     state_.ready = eventually([this] { return others_settled(self_); });
   }

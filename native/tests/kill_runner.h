@@ -228,7 +228,7 @@ class CaseRunner {
       }
       if (named >= 0 && its.after.peer != named) report("names another rank than the others");
       named = its.after.peer;
-      if (!timely(its, c)) report("was notified too late");
+      record_latency(its, c);
     }
     return wrong;
   }
@@ -256,7 +256,8 @@ class CaseRunner {
     return (status.code == Code::peer_lost || left) && c.is_victim(status.peer);
   }
 
-  bool timely(const RankState& its, const Case& c) {
+  // Only a figure: a survivor that nobody notified names no rank, but reports its timeout.
+  void record_latency(const RankState& its, const Case& c) {
     const std::int64_t died =
         state(c.is_victim(its.after.peer) ? its.after.peer : c.victim).died.load();
     const std::int64_t took =
@@ -264,7 +265,6 @@ class CaseRunner {
                       : its.returned.load() - std::max(died, its.began.load());
     const std::size_t i = shared_.n_latencies.fetch_add(1);
     if (i < kMaxLatencies) shared_.latencies[i].store(static_cast<std::int32_t>(took / 1000));
-    return took < std::chrono::nanoseconds(kSoon).count();
   }
 
   void fail(const Case& c, const std::string& what) {

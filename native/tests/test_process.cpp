@@ -12,7 +12,6 @@
 #include "ranks.h"
 
 using namespace phalanx;
-using namespace std::chrono_literals;
 using ranks::within;
 
 namespace {
@@ -145,13 +144,11 @@ class Peer {
   std::thread killer(const Event& event) {
     return std::thread([this, &event] {
       CHECK(ranks::eventually([&] { return event.sleepers.load() != 0; }));
-      killed = Clock::now();
       kill(pid, SIGKILL);
     });
   }
 
   int pid = 0;
-  Clock::time_point killed;
   std::optional<Group> group;
   std::optional<Mailbox> mailbox;
 };
@@ -208,9 +205,7 @@ TEST(a_killed_rank_is_lost_to_a_rank_in_a_collective) {
     std::vector<float> data(count);
     const Status status =
         all_reduce(*peer.group, data.data(), count, DType::float32, ReduceOp::sum, within());
-    const auto end = Clock::now();
     killer.join();
-    CHECK(end - peer.killed < 1s);
     check_killed(status, *peer.group);
   }
 }
@@ -249,9 +244,7 @@ TEST(a_killed_rank_is_lost_to_a_rank_that_waits_for_its_message) {
   float value = 0;
   const auto message = peer.mailbox->irecv(&value, 1, DType::float32, 1, 0, false);
   const Status status = peer.mailbox->wait(*message, within());
-  const auto end = Clock::now();
   killer.join();
-  CHECK(end - peer.killed < 1s);
   check_killed(status, *peer.group);
   CHECK_EQ(peer.group->failure_report().mine.kind, Kind::recv);
   CHECK_EQ(peer.group->failure_report().mine.root, 1);

