@@ -43,8 +43,8 @@ submake = @$(MAKE) --no-print-directory
 
 .PHONY: help setup setup-dev train test stability lint format native-test native-plain native-asan \
 	native-tsan kills model mutants pytest test-long test-all explore hosts trees conformance \
-	conformance-libraries conformance-rpc ecosystem pythons soak fuzz rpc-examples faults defects bench wheels \
-	wheels-core docs casts tidy clean distclean
+	conformance-libraries conformance-rpc ecosystem pythons soak fuzz rpc-examples faults defects bench gpu \
+	gpu-wheels wheels wheels-core docs casts tidy clean distclean
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3.12] [TORCH=2.14.1]"
@@ -257,6 +257,16 @@ wheels: $(VENV)/.wheels ## the sdist, and wheels for x86-64 and aarch64, in dist
 wheels-core: $(VENV)/.wheels ## the core's tests, built by the compiler of the wheels; aarch64 under qemu-user
 	$(call section,Tests of the core as wheels have it)
 	@python -m tools.build_wheels --core-tests $(ARGS)
+
+# ---- a machine with a GPU ----
+
+# No `setup`: such a machine may have neither a compiler nor a network.
+gpu: ## all that needs a GPU, and the bench on the machine's cores, in 8 minutes (ARGS="--device cpu" rehearses it)
+	@python3 tools/gpu.py $(ARGS)
+
+gpu-wheels: $(VENV)/.wheels ## what `make gpu` needs on a machine without a network, in build/gpu/wheels (ARGS="--python 3.12")
+	$(call section,Wheels for a machine with a GPU)
+	@python tools/gpu.py --collect $(ARGS)
 
 # ---- documentation ----
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -86,10 +87,12 @@ def has_several_hosts() -> bool:
     return "PHALANX_HOST_ID" in os.environ
 
 
-def poisoned(like: Tensor) -> Tensor:
-    """Return a tensor of the same shape that no result equals by accident."""
-    flat = torch.full((like.numel() * like.element_size(),), 0xA5, dtype=torch.uint8)
-    return flat.view(like.dtype).reshape(like.shape)
+def poisoned(like: Tensor, *shape: int) -> Tensor:
+    """Return a tensor of this shape, by default the same, that no result equals by accident."""
+    shape = shape or tuple(like.shape)
+    size = math.prod(shape) * like.element_size()
+    flat = torch.full((size,), 0xA5, dtype=torch.uint8, device=like.device)
+    return flat.view(like.dtype).reshape(shape)
 
 
 def wide(tensor: Tensor) -> Any:
