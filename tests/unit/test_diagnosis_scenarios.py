@@ -71,6 +71,23 @@ def test_a_posted_message_is_not_a_wait() -> None:
     assert get_kind_and_ranks(builder) == ("running", ())
 
 
+# Links between hosts.
+
+
+@pytest.mark.parametrize(("hosts", "kind"), [("aabb", "link"), ("aaaa", "deadlock")])
+def test_ranks_in_one_operation_that_wait_for_each_other(hosts: str, kind: str) -> None:
+    """The link between their hosts is cut; on one host it would be a defect of Phalanx."""
+    builder = JobBuilder(4).run_collectives(2)
+    builder.begin([0, 1], waiting_for=2).begin([2, 3], waiting_for=0).advance(20)
+    job = builder.build()
+    names = [replace(rank, host=f"node-{hosts[rank.rank]}") for rank in job.ranks]
+    diagnosis = diagnose(replace(job, ranks=tuple(names)))
+    assert (diagnosis.kind, diagnosis.ranks) == (kind, (0, 1, 2, 3))
+    if kind == "link":
+        text = diagnosis.describe()[0]
+        assert text.startswith("No data arrived between hosts node-a and node-b, though")
+
+
 # Causes before consequences.
 
 

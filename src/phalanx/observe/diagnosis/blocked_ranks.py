@@ -433,6 +433,26 @@ class Deadlock(Diagnosis):
         return [f"Ranks {verb} for each other{since}: {places}."]
 
 
+class CutLink(Diagnosis):
+    """Ranks of several hosts have reached the same operation, and get no data of each other."""
+
+    kind = "link"
+    fixes = (
+        "Test the network between the hosts, for example by `ping`. A firewall that drops idle "
+        "connections looks like this, too.",
+    )
+
+    def describe_cause(self) -> list[str]:
+        hosts = join_texts(sorted({self.graph.ranks[number].host for number in self.ranks}))
+        places = join_texts(self.locate_sides(self.sides))
+        verb = "have waited" if self.graph.is_live else "waited"
+        since = self.describe_duration(self.since)
+        return [
+            f"No data arrived between hosts {hosts}, though their ranks called the same operation.",
+            f"Ranks {verb} for each other's data{since}: {places}.",
+        ]
+
+
 def check_cycle(graph: WaitForGraph) -> Diagnosis | None:
     """Return the diagnosis of a cycle, if any, with the minority among the waiting ranks."""
     waiters = graph.blocked
@@ -456,6 +476,9 @@ def check_cycle(graph: WaitForGraph) -> Diagnosis | None:
             kind = GroupOrder
         concerned = [number for number in waiters if _identify_operation(graph, number) in places]
         sides = build_sides(graph, concerned)
+        hosts = {graph.ranks[number].host for number in concerned}
+        if len(places) == 1 and len(hosts) > 1 and not has_joins:
+            return CutLink(graph, tuple(concerned), since, sides)
     at_fault = tuple(sorted(_find_minority(sides)))
     others = [n for n in graph.find_waiters(cycle) if all(n not in side.ranks for side in sides)]
     return kind(graph, at_fault, since, sides, build_sides(graph, others))
