@@ -194,7 +194,8 @@ class RankOnOtherHost(Diagnosis):
     kind = "other_host"
     fixes = (
         "Run `phalanx explain` on the host of these ranks: their flight recorders are in a "
-        "directory there.",
+        "directory there. If it names ranks of this host, and the operation is the same, the link "
+        "between the hosts is cut or too slow.",
     )
 
     @classmethod
@@ -434,7 +435,7 @@ class Deadlock(Diagnosis):
 
 
 class CutLink(Diagnosis):
-    """Ranks of several hosts have reached the same operation, and get no data of each other."""
+    """Ranks of several hosts are in the same operation, and lack data of each other."""
 
     kind = "link"
     fixes = (
@@ -448,7 +449,7 @@ class CutLink(Diagnosis):
         verb = "have waited" if self.graph.is_live else "waited"
         since = self.describe_duration(self.since)
         return [
-            f"No data arrived between hosts {hosts}, though their ranks called the same operation.",
+            f"The link between {hosts} is cut or too slow: their ranks are in the same operation.",
             f"Ranks {verb} for each other's data{since}: {places}.",
         ]
 
