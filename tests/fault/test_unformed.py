@@ -15,6 +15,7 @@ import pytest
 from phalanx.observe import job_directory, job_reader
 from phalanx.observe.diagnosis import Diagnosis, diagnose
 from phalanx.observe.explain import as_text
+from tests.ports import find_free_port
 
 LIMIT = 60.0
 SCRIPT = """
@@ -83,6 +84,33 @@ def test_missing_rank(tmp_path: Path) -> None:
     assert (diagnosis.kind, diagnosis.ranks) == ("missing", (1,))
     (failed,) = job_reader.read_job().ranks[0].history
     assert (failed.kind, failed.outcome) == ("join", "timeout")
+
+
+@pytest.mark.usefixtures("jobs")
+def test_missing_rank_beside_the_host_of_the_store(tmp_path: Path) -> None:
+    """Rank 0 has joined no group either, but only because it waits in the store for rank 2."""
+    script = tmp_path / "script.py"
+    script.write_text("import torch.distributed as dist\ndist.init_process_group('phalanx')\n")
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "WORLD_SIZE": "3"}
+    processes = [
+        subprocess.Popen([sys.executable, script], env={**os.environ, **place, "RANK": rank})
+        for rank in "01"
+    ]
+    try:
+        deadline = time.monotonic() + LIMIT
+        while (found := _diagnosis_of_running_job()) is None or found.kind != "missing":
+            assert time.monotonic() < deadline, found
+            time.sleep(0.05)
+        assert found.ranks == (2,)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _diagnosis_of_running_job() -> Diagnosis | None:
+    names = job_directory.list_jobs()
+    return diagnose(job_reader.read_job(names[0])) if names else None
 
 
 @pytest.mark.usefixtures("jobs")

@@ -191,7 +191,8 @@ class JobDirectory:
 
         Args:
             world_size: The number of ranks on all hosts.
-            more: Further entries from a launcher: `launcher` (its pid) and `hosts`.
+            more: Further entries: from a launcher `launcher` (its pid) and `hosts`, otherwise
+                `store_host` (the rank that hosts the store, None if it is unknown).
 
         Raises:
             OSError: The file cannot be written.
@@ -204,6 +205,7 @@ class JobDirectory:
             "started": time.time(),
             "pid_scope": get_pid_scope(),
             "launcher": None,
+            "store_host": None,
             "hosts": 1,
             "world_size": world_size,
             **more,

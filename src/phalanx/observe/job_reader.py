@@ -143,6 +143,7 @@ def read_job_directory(job: JobDirectory, history: int = HISTORY) -> model.Job:
         launcher_log.code is None and location.is_gone(description.launcher, description.started),
         workers=workers,
         replaced=tuple(launcher_log.replaced),
+        store_host=description.store_host,
     )
 
 
@@ -308,6 +309,7 @@ class _JobDescription:
     world_size: int = 0
     hosts: int = 1
     launcher: int = 0
+    store_host: int = -1
     pid_scope: dict[str, Any] = field(default_factory=dict)
 
 
@@ -347,6 +349,7 @@ def _read_description(job: JobDirectory, problems: list[str]) -> _JobDescription
         _get_whole(found, "world_size", 0),
         _get_whole(found, "hosts", 1),
         _get_whole(found, "launcher", 0),
+        _get_whole(found, "store_host", -1),
         pid_scope if isinstance(pid_scope, dict) else {},
     )
 

@@ -311,6 +311,8 @@ class Job:
         other_jobs: The names of other running jobs, if this one was not selected by name.
         workers: The RPC workers among its processes, with their pending calls.
         replaced: The processes of ranks that were replaced, oldest first.
+        store_host: The rank that hosts the store of a job without a launcher; -1 if unknown. It
+            joins no group before all other ranks have connected to the store.
     """
 
     name: str
@@ -329,6 +331,7 @@ class Job:
     other_jobs: tuple[str, ...] = ()
     workers: tuple[Worker, ...] = ()
     replaced: tuple[ReplacedProcess, ...] = ()
+    store_host: int = -1
 
     @property
     def running(self) -> bool:

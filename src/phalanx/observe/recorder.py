@@ -240,7 +240,8 @@ def _open_recorder(job: _JobSettings) -> _Recorder:
         directory, is_first = _open_directory(job)
         if directory is not None:
             if is_first:
-                directory.write_description(job.world_size)
+                host = _find_store_host(job.store)
+                directory.write_description(job.world_size, store_host=host)
                 prune(directory.base, job.kept)
             _open_file(directory, job)
     except OSError as error:
@@ -255,6 +256,14 @@ def _open_recorder(job: _JobSettings) -> _Recorder:
     if multiprocessing.parent_process() is not None:  # a child process exits without atexit
         multiprocessing.util.Finalize(None, close, exitpriority=-1)
     return _Recorder(directory, job.name is not None, job.world_size)
+
+
+def _find_store_host(store: Any) -> int | None:
+    """Return the rank that hosts the store: 0 with PyTorch's `env://`; None if it is unknown."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    is_named = str(getattr(store, "port", "")) == os.environ.get("MASTER_PORT")
+    return 0 if is_named and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" else None
 
 
 def _open_directory(job: _JobSettings) -> tuple[JobDirectory | None, bool]:
