@@ -49,27 +49,38 @@ struct SchedulingAttributes {
   std::uint64_t runtime, deadline, period;
 };
 
-// Asks for short time slices for the calling thread: since Linux 6.12, a thread that wakes up then
-// runs before others in the middle of longer slices. Its share of the processor stays the same.
-// Kernels and containers that do not allow that change nothing.
-void set_short_slices(bool wanted) {
-  thread_local bool are_short = false;
-  thread_local std::uint64_t usual = 0;
-  if (wanted == are_short) {
-    return;
-  }
-  are_short = wanted;
-  SchedulingAttributes attributes{};
-  attributes.size = sizeof attributes;
-  if (syscall(SYS_sched_getattr, 0, &attributes, sizeof attributes, 0) == 0 &&
-      attributes.policy == SCHED_OTHER) {
-    if (wanted) {
-      usual = attributes.runtime;
+// Whether the calling thread has been woken late, as other threads had the cores.
+thread_local bool wakes_late = false;
+
+// Short time slices for the calling thread while it sleeps, if it is woken late: since Linux 6.12, a
+// thread that wakes up then runs before others in the middle of longer slices. Its share of the
+// processor stays the same. Only the wake-up needs them. So the thread runs with its own again, and
+// so do the threads and processes that it starts, which inherit them. Kernels and containers that do
+// not allow that change nothing.
+class ShortSlices {
+ public:
+  ShortSlices() {
+    usual_.size = sizeof usual_;
+    if (!wakes_late || syscall(SYS_sched_getattr, 0, &usual_, sizeof usual_, 0) != 0 ||
+        usual_.policy != SCHED_OTHER || usual_.runtime <= kShortSlice) {
+      return;
     }
-    attributes.runtime = wanted ? std::min(usual, kShortSlice) : usual;
-    (void)syscall(SYS_sched_setattr, 0, &attributes, 0);
+    SchedulingAttributes shorter = usual_;
+    shorter.runtime = kShortSlice;
+    are_set_ = syscall(SYS_sched_setattr, 0, &shorter, 0) == 0;
   }
-}
+  ~ShortSlices() {
+    if (are_set_) {
+      (void)syscall(SYS_sched_setattr, 0, &usual_, 0);
+    }
+  }
+  ShortSlices(const ShortSlices&) = delete;
+  ShortSlices& operator=(const ShortSlices&) = delete;
+
+ private:
+  SchedulingAttributes usual_{};
+  bool are_set_ = false;
+};
 
 }  // namespace
 
@@ -124,7 +135,7 @@ void SpinPolicy::record_wake_up(Clock::duration delay) {
   const auto shown = std::clamp<Clock::duration>(delay, 0us, kLongestWakeUp);
   wake_up_ += (shown - wake_up_) / 8;
   if (wake_up_ > kDelayedWakeUp && typical_wait_ > kShortWait) {
-    set_short_slices(true);
+    wakes_late = true;
   }
 }
 
@@ -132,7 +143,7 @@ void SpinPolicy::record_wait(Clock::duration waited) {
   last_wait_ = waited;
   typical_wait_ += (std::min<Clock::duration>(waited, 4 * kLongestSpin) - typical_wait_) / 8;
   if (typical_wait_ < kShortWait) {
-    set_short_slices(false);
+    wakes_late = false;
   }
 }
 
@@ -141,10 +152,15 @@ void SpinPolicy::yield() { sched_yield(); }
 WakeReason sleep_slice(std::atomic<std::uint32_t>& ticket, std::uint32_t seen) {
   PHALANX_STEP("wait: sleep");
   const timespec slice{.tv_sec = 0, .tv_nsec = kSliceNanoseconds};
-  if (futex(ticket, FUTEX_WAIT, seen, &slice) == 0 || errno == EAGAIN) {
+  int error = 0;
+  {
+    const ShortSlices short_slices;
+    error = futex(ticket, FUTEX_WAIT, seen, &slice) == 0 ? 0 : errno;
+  }
+  if (error == 0 || error == EAGAIN) {
     return WakeReason::by_peer;
   }
-  return errno == EINTR ? WakeReason::by_signal : WakeReason::by_time;
+  return error == EINTR ? WakeReason::by_signal : WakeReason::by_time;
 }
 
 }  // namespace phalanx

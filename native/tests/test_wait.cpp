@@ -184,6 +184,45 @@ TEST(a_changed_ticket_prevents_sleep) {
   CHECK_EQ(sleep_slice(ticket, 7), WakeReason::by_time);
 }
 
+// The time slice of a thread in nanoseconds; 0 if the kernel does not tell it.
+std::uint64_t time_slice(int thread) {
+  struct {
+    std::uint32_t size, policy;
+    std::uint64_t flags;
+    std::int32_t nice;
+    std::uint32_t priority;
+    std::uint64_t runtime, deadline, period;
+  } attributes{};
+  const long failed = syscall(SYS_sched_getattr, thread, &attributes, sizeof attributes, 0);
+  return failed == 0 ? attributes.runtime : 0;
+}
+
+// Of a thread that other threads keep from its core: once it runs again, its slices are its own.
+TEST(time_slices_are_short_only_in_a_sleep) {
+  const std::uint64_t usual = time_slice(gettid());
+  std::atomic<int> thread = 0;
+  std::atomic<bool> over = false;
+  std::atomic<std::uint32_t> ticket = 7;
+  std::uint64_t afterwards = 0;
+  std::thread sleeper([&] {
+    SpinPolicy spin_policy(2);
+    for (int i = 0; i < 100; ++i) {
+      spin_policy.record_wait(1s);
+      spin_policy.record_wake_up(1s);
+    }
+    thread = gettid();
+    while (!over) sleep_slice(ticket, 7);
+    afterwards = time_slice(gettid());
+  });
+  CHECK(ranks::eventually([&] { return thread != 0; }));
+  if (usual > 100'000) {
+    CHECK(ranks::eventually([&] { return time_slice(thread) == 100'000; }));
+  }
+  over = true;
+  sleeper.join();
+  CHECK_EQ(afterwards, usual);
+}
+
 TEST(the_deadline_ends_a_wait_and_not_too_early) {
   for (const int ranks_given : {1, kMaxRanks}) {
     for (const auto time : {-1ms, 0ms, 3ms, 40ms}) {
