@@ -152,10 +152,14 @@ GENERAL = (
     *(f"tests/fault/test_{name}.py" for name in ("abort", "deadlines", "messages", "mismatch")),
     *(
         f"tests/multiprocess/test_{name}.py"
-        for name in ("backend_works", "blocking_messages", "callbacks", "gradients", "prepared")
+        for name in ("backend_works", "blocking_messages", "callbacks", "gradients")
     ),
 )
-"""The tests of operations, which are run again without direct calls."""
+"""The tests of operations, which are run again without direct calls.
+
+Not those of prepared operations, which look at what the core runs: without direct calls these are
+plain calls.
+"""
 
 LAYERS: dict[str, list[Section]] = {
     "test": [
