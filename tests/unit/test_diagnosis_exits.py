@@ -172,6 +172,9 @@ def test_a_store_that_ends_with_its_waiting_host() -> None:
     assert "Ranks 0 and 1 did not join the group." in as_text(job)
     assert "Check that ranks 0 and 1 were started" in steps(job)
     assert "hosts the store" in steps(job)
+    known = dataclasses.replace(job, store_host=0)
+    assert diagnose(known).ranks == (1,)
+    assert "hosts the store" not in steps(known)
 
 
 # Agreement of subjects and verbs.

@@ -32,4 +32,7 @@ def test_outcomes(folder: Path, program: str, seconds: float, outcome: str) -> N
 
 
 def test_no_more_ranks_than_cores() -> None:
-    assert [step.name for step in gpu.steps("cpu", 8)][-2:] == ["bench of 2 ranks", "bench of 8 ranks"]
+    assert [step.name for step in gpu.steps("cpu", 8)][-2:] == [
+        "bench of 2 ranks",
+        "bench of 8 ranks",
+    ]

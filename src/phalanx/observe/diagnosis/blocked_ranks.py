@@ -49,6 +49,12 @@ _NEW_GROUP = (
     "same order."
 )
 
+_STORE_HOST = (
+    "Rank 0 may be running: it hosts the store, and leaves no trace until all other ranks have "
+    "connected to it."
+)
+
+
 class StoppedRank(Diagnosis):
     """A rank is stopped by a signal, and could be continued."""
 
@@ -140,11 +146,13 @@ class MissingRank(Diagnosis):
         graph, ranks = self.graph, self.ranks
         verb = "was" if self.is_single else "were"
         alive = [n for n in ranks if graph.exits[n].reason == "alive" and graph.ranks[n].pid]
+        is_host_absent = 0 in ranks and len(ranks) > 1 and graph.exits[0].reason == "absent"
         return [
             *([suggest_stack_dump(graph, alive)] if alive else []),
             f"Check that {format_ranks(ranks)} {verb} started, and look at {self.possessive} "
             "output: every process needs its own RANK and the same WORLD_SIZE, MASTER_ADDR and "
             "MASTER_PORT. `phalanx run` sets them.",
+            *([_STORE_HOST] if is_host_absent else []),
             _NEW_GROUP,
         ]
 
