@@ -164,6 +164,8 @@ def test_a_store_that_ends_with_its_waiting_host() -> None:
     for rank in builder.ranks[:2]:
         rank.pid, rank.state = 0, "gone"
     alive = diagnose(builder.build())
+    # While it waits, the others have its store, so it is there. Its end may have any cause.
+    assert diagnose(dataclasses.replace(builder.build(), store_host=0)).ranks == (1,)
     exception = "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes"
     builder.end(2, "system").advance(0.1).fail(2, exception, None)
     job = builder.build()
@@ -172,9 +174,6 @@ def test_a_store_that_ends_with_its_waiting_host() -> None:
     assert "Ranks 0 and 1 did not join the group." in as_text(job)
     assert "Check that ranks 0 and 1 were started" in steps(job)
     assert "hosts the store" in steps(job)
-    known = dataclasses.replace(job, store_host=0)
-    assert diagnose(known).ranks == (1,)
-    assert "hosts the store" not in steps(known)
 
 
 # Agreement of subjects and verbs.
