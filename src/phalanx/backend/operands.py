@@ -133,13 +133,19 @@ def prepare_input(tensor: torch.Tensor, operation: str) -> torch.Tensor:
         operation: The name of the operation, for errors.
 
     Raises:
-        UsageError: The tensor is sparse, quantized, or on a device that is neither CPU nor CUDA.
+        UsageError: The tensor is sparse, quantized, or on a device that is neither CPU nor CUDA, or
+            its memory was freed.
     """
-    if tensor.is_cpu and tensor.layout is _STRIDED:
-        if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-            return tensor
-    else:
+    is_usable = tensor.is_cpu and tensor.layout is _STRIDED
+    if not is_usable:
         _check_layout_and_device(tensor, operation)
+    if tensor.data_ptr() == 0 and tensor.numel():
+        raise UsageError(
+            f"{operation}: the memory of the tensor, {format_tensor(tensor)}, was freed "
+            "(untyped_storage().resize_(0)): allocate it again first"
+        )
+    if is_usable and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        return tensor
     # A copy from a GPU to memory that may be swapped out takes up to four times as long.
     is_pinned = tensor.is_cuda and tensor.nbytes >= _MIN_PINNED
     flat = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=is_pinned)
