@@ -22,7 +22,8 @@ native-plain native-asan native-tsan: $(VENV)/.build-tools ## one of the three (
 	@cmake -S . -B build/$@ -G Ninja --log-level=WARNING -DCMAKE_COMPILE_WARNING_AS_ERROR=ON \
 	  -DPHALANX_PYTHON=OFF -DPHALANX_TESTS=ON -DPHALANX_SANITIZE=$(SANITIZE) >/dev/null
 	@cmake --build build/$@ --parallel $(JOBS) --target $(or $(TARGETS),all) -- --quiet
-	@$(WRAP) ctest --test-dir build/$@/native --no-tests=error --output-on-failure $(OPTIONS) $(ARGS)
+	@$(WRAP) ctest --test-dir build/$@/native --parallel $(JOBS) --no-tests=error --output-on-failure \
+	  $(OPTIONS) $(ARGS)
 
 # One stamp per source that clang-tidy found clean; any changed header makes it look at all again.
 TIDY_DIR := build/clang-tidy

@@ -132,7 +132,7 @@ class NativeTests(Section):
 
     def run_again(self, failed: Sequence[str], seconds: float | None) -> list[str]:
         """Run failed programs one after another, and return those that fail again."""
-        code = run_make([*self.target, "OPTIONS=--rerun-failed"], seconds)
+        code = run_make([*self.target, "OPTIONS=--rerun-failed --parallel 1"], seconds)
         return self._read_failed() or list(failed) if code else []
 
     @property
