@@ -369,6 +369,10 @@ void Mailbox::finish(const MessagePtr& message, const Status& status) {
     message->failure_ = group_.failure_report();
     message->failure_.status = status;
   }
+  complete(message);
+}
+
+void Mailbox::complete(const MessagePtr& message) {
   end_record(*message);
   outstanding_.fetch_sub(1, std::memory_order_seq_cst);
   // Publishes status, peer and data to other threads of this process; pairs with Message::done.
@@ -480,7 +484,24 @@ Failure Mailbox::recheck_peers() {
   if (check_peers().status.ok() || progress()) {
     return Status{};
   }
+  end_unanswered_recvs();
   return check_peers();
+}
+
+// A recv to which a rank that has left has sent nothing ends alone: a server may have posted one for
+// each of its clients, and goes on with those that remain.
+void Mailbox::end_unanswered_recvs() {
+  for (int peer = 0; peer < group_.ranks(); ++peer) {
+    while (!incoming_[static_cast<std::size_t>(peer)].receiver && matching_.has_recv_from(peer)) {
+      const Failure failure = check_peer(peer);
+      if (failure.status.code != Code::left) {
+        break;
+      }
+      const MessagePtr recv = matching_.withdraw(*matching_.any_recv_from(peer));
+      recv->failure_ = {failure.status, recv->fingerprint()};
+      complete(recv);
+    }
+  }
 }
 
 // ---- moving bytes: through the channels, and to their receivers ----

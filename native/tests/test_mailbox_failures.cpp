@@ -140,7 +140,8 @@ TEST(waiting_for_a_message_of_a_rank_that_left_fails) {
         const Status status = wait_for(rank, message);
         CHECK_EQ(status.code, Code::left);
         CHECK_EQ(status.peer, 1);
-        CHECK_EQ(rank.group.failure_report().mine.kind, Kind::recv);
+        CHECK_EQ(message->failure().mine.kind, Kind::recv);
+        CHECK_EQ(rank.group.failure().ok(), !any);
       });
     }
   }
@@ -262,7 +263,33 @@ TEST(an_interrupted_wait_breaks_the_group) {
   });
 }
 
-// Blocking calls of one thread do not hide the death of a peer that only other threads wait for.
+// A server has posted a recv for each client, and goes on when one of them leaves.
+TEST(a_recv_from_a_rank_that_left_ends_alone) {
+  for (const bool served : {false, true}) {
+    ranks::run(3, [&](Rank& rank) {
+      if (rank.self == 2) return;
+      std::byte byte{};
+      std::unique_ptr<Server> server;
+      if (served) server = std::make_unique<Server>(rank.mailbox);
+      if (rank.self == 0) {
+        const auto unanswered = rank.mailbox.irecv(&byte, 1, DType::uint8, 2, 0, served);
+        const auto waited = rank.mailbox.irecv(&byte, 1, DType::uint8, 1, 0, false);
+        CHECK(wait_for(rank, waited).ok());
+        const Status status = wait_for(rank, unanswered);
+        CHECK_EQ(status.code, Code::left);
+        CHECK_EQ(status.peer, 2);
+      } else {
+        CHECK(ranks::eventually([&] { return !present(rank, 2); }));
+        CHECK(ranks::eventually(
+            [&] { return rank.group.segment().control(0).message_event.sleepers != 0; }));
+        CHECK(wait_for(rank, rank.mailbox.isend(&byte, 1, DType::uint8, 0, 0, false)).ok());
+      }
+      CHECK(rank.group.failure().ok());
+    });
+  }
+}
+
+// Blocking calls of one thread do not hide the loss of a peer that only other threads wait for.
 TEST(a_waiter_detects_failures_of_other_messages) {
   ranks::run(3, [](Rank& rank) {
     if (rank.self == 2) {
@@ -270,15 +297,15 @@ TEST(a_waiter_detects_failures_of_other_messages) {
           [&] { return rank.group.segment().control(0).message_event.sleepers != 0; }));
       return;
     }
-    std::byte byte{};
+    std::vector<std::byte> data(2 * kRingBytes);
     if (rank.self == 0) {
       Server server(rank.mailbox);
-      const auto unanswered = rank.mailbox.irecv(&byte, 1, DType::uint8, 2, 0, true);
-      const auto waited = rank.mailbox.irecv(&byte, 1, DType::uint8, 1, 0, false);
+      const auto unread = rank.mailbox.isend(data.data(), data.size(), DType::uint8, 2, 0, true);
+      const auto waited = rank.mailbox.irecv(data.data(), 1, DType::uint8, 1, 0, false);
       const Status status = wait_for(rank, waited);
       CHECK_EQ(status.code, Code::left);
       CHECK_EQ(status.peer, 2);
-      CHECK(unanswered->done());
+      CHECK(unread->done());
     } else {
       CHECK(ranks::eventually([&] { return !rank.group.failure().ok(); }));
     }

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx.backend import messages
-from phalanx.errors import Aborted, CollectiveTimeout, PeerLost
-from tests.ranks import RankServer
+from phalanx.errors import Aborted, CollectiveMismatch, CollectiveTimeout, PeerLost
+from tests.ranks import RankServer, marker_file, wait_for_file
 from tests.waiting import once_blocked
 
 
@@ -119,6 +119,36 @@ def leave_in_another_thread(how: str) -> None:
     (error,) = errors
     assert isinstance(error, Aborted), error
     assert "tag 5 at test_messages.py:" in str(error), error
+
+
+def serves_after_a_client_has_left() -> None:
+    """Rank 0 has posted a receive for each client; rank 2 leaves and has sent nothing."""
+    rank = dist.get_rank()
+    received = zeros(1)
+    dist.barrier()
+    if rank == 2:
+        dist.destroy_process_group()
+        marker_file("left").touch()
+        return
+    works = [dist.irecv(zeros(), peer) for peer in (1, 2)] if rank == 0 else []
+    wait_for_file("left")
+    for number in range(100):
+        if rank == 1:
+            dist.send(torch.full((1,), float(number)), 0, tag=1)
+        dist.recv(received, 1 - rank, tag=1)
+        assert received == number
+        if rank == 0:
+            dist.send(received, 1, tag=1)
+    if rank == 1:
+        dist.send(zeros(), 0)
+        return
+    works[0].wait()
+    with pytest.raises(CollectiveMismatch, match=r"recv from rank 2 .*rank 2 .* has left the"):
+        works[1].wait()
+
+
+def test_a_server_goes_on_when_a_client_leaves(ranks: RankServer) -> None:
+    ranks.run(3, serves_after_a_client_has_left)
 
 
 @pytest.mark.parametrize("how", ("shutdown", "abort"))

@@ -127,6 +127,8 @@ class Mailbox {
   void prefault(int peer);
   void record_poster(int peer);
   void finish(const MessagePtr& message, const Status& status);
+  void complete(const MessagePtr& message);
+  void end_unanswered_recvs();
   std::int16_t global_rank_of(const Message& message) const;
   void begin_record(Message& message);
   void begin_wait(Message& message);

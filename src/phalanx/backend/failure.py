@@ -263,12 +263,14 @@ def _describe_status(
                 f"rank {reporter} found that ranks wait for each other in several groups"
             )
         case "left":
-            return CollectiveMismatch, (
+            text = (
                 f"{peer_state.format_rank(group, peer)} has left the group (destroy_process_group)"
-                f"{peer_state.format_leaving_site(group, peer)} "
-                f"while rank {reporter} is in "
-                f"{_format_operation_and_site(status.mine, group, reporter)}"
+                f"{peer_state.format_leaving_site(group, peer)}"
             )
+            if status.mine.kind != "none":  # else it is the operation that raises this
+                operation = _format_operation_and_site(status.mine, group, reporter)
+                text += f" while rank {reporter} is in {operation}"
+            return CollectiveMismatch, text
         case "timeout":
             return CollectiveTimeout, _describe_timeout(status, group, timeout)
         case "aborted":
