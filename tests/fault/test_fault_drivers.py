@@ -54,10 +54,19 @@ def test_fifty_kills(pool: Pool, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", ["aaa", "aab"])
-def test_schedules(seed: int, hosts: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "hosts"),
+    [
+        ("references", "aaa"),
+        ("references", "aab"),
+        ("tables", "aaa"),
+        ("tables", "aab"),
+        ("launchers", "aaa"),
+    ],
+)
+def test_schedules(seed: int, kind: str, hosts: str) -> None:
     with Pool(schedules.WORKERS, [schedules.__name__]) as pool:
-        assert schedules.run(pool, hosts, seed, range(60)) == []
+        assert schedules.run(pool, kind, range(60), hosts, seed) == []
 
 
 @pytest.mark.slow

@@ -224,7 +224,10 @@ def desyncs_command(
 
 @app.command("schedules")
 def schedules_command(
-    count: Annotated[int, typer.Option(min=1, help="Number of programs.")] = 1000,
+    count: Annotated[int, typer.Option(min=1, help="Number of programs of each kind.")] = 1000,
+    only: Annotated[
+        str, typer.Option(help=f"The kind of programs: {', '.join(schedules.KINDS)}. Default: all.")
+    ] = "",
     hosts: Annotated[
         str, typer.Option(help="Simulated hosts of the three workers, a letter for each.")
     ] = "aab",
@@ -232,23 +235,30 @@ def schedules_command(
     first: First = 0,
     record: Record = None,
 ) -> None:
-    """Run random programs of remote references, with pauses wherever threads hand over."""
+    """Run random programs of RPC, tables and launchers, with pauses wherever threads hand over."""
     seed, wrong, begin = choose_seed(seed), [], time.monotonic()
     if len(hosts) != schedules.WORKERS:
         raise typer.BadParameter(f"hosts {hosts!r}: expected {schedules.WORKERS} letters")
+    if only and only not in schedules.KINDS:
+        raise typer.BadParameter(f"only {only!r}: expected one of {', '.join(schedules.KINDS)}")
+    kinds = [only] if only else list(schedules.KINDS)
+    batches = [
+        (kind, range(first, first + count)[start : start + schedules.BATCH])
+        for start in range(0, count, schedules.BATCH)
+        for kind in kinds
+    ]
     with Pool(schedules.WORKERS, [schedules.__name__]) as pool:
-        for start in track_numbers(0, -(-count // schedules.BATCH), "running programs"):
-            numbers = range(first, first + count)[start * schedules.BATCH :][: schedules.BATCH]
-            for problem in (problems := schedules.run(pool, hosts, seed, numbers)):
+        for index in track_numbers(0, len(batches), "running programs"):
+            for problem in (problems := schedules.run(pool, *batches[index], hosts, seed)):
                 console.print(problem, markup=False, soft_wrap=True)
             wrong += problems
-    summary = {"seed": seed, "hosts": hosts, "programs": count, "wrong": wrong}
+    summary = {"seed": seed, "hosts": hosts, "kinds": kinds, "programs": count, "wrong": wrong}
     table = tables.build_schedules_table(summary, time.monotonic() - begin)
     console.print(table)
     if record is not None:
-        title = f"{count:,} random programs of remote references, with pauses"
+        title = f"{count:,} random programs each of {', '.join(kinds)}, with pauses"
         tables.write_record(record, title, table, summary)
-    finish(wrong, "no value was lost, no call hung, and no value is left")
+    finish(wrong, "nothing was lost, nothing hung, and every number was right")
 
 
 @app.command("operations")

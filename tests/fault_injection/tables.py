@@ -413,9 +413,14 @@ def build_operations_table(samples: list[list[endurance.Sample]]) -> Table:
 
 def build_schedules_table(summary: dict[str, Any], seconds: float) -> Table:
     """Build a table with one line."""
-    table = _make_table("hosts", "seconds", "failures")
-    failures = str(len(summary["wrong"]))
-    table.add_row(f"{summary['programs']:,}", summary["hosts"], f"{seconds:.0f}", failures)
+    table = _make_table("kinds", "hosts", "seconds", "failures")
+    table.add_row(
+        f"{summary['programs']:,}",
+        ", ".join(summary["kinds"]),
+        summary["hosts"],
+        f"{seconds:.0f}",
+        str(len(summary["wrong"])),
+    )
     return table
 
 
