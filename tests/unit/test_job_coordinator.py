@@ -62,6 +62,29 @@ def test_a_failure_reaches_all_other_hosts(coordinators: list[JobCoordinator]) -
     assert coordinators[1].remote_failure is None
 
 
+@pytest.mark.parametrize("are_known", [True, False])
+def test_a_lost_host_of_an_elastic_job(store: Any, are_known: bool) -> None:
+    """The job goes on without it, or starts again if nobody knows which ranks it had."""
+    lost: list[tuple[str, list[int]]] = []
+    first = JobCoordinator(
+        store, "a", has_store=True, min_hosts=1, on_lost_host=lambda *host: lost.append(host)
+    )
+    try:
+        first.begin_attempt(0, ("a", "b"), [0, 1])
+        if are_known:
+            store.set("phalanx/0/ranks/b", "[2, 3]")
+        first.report_lost_host("b", "node-b")
+        if are_known:
+            first.finish(NEVER)
+            assert (lost, first.remote_failure) == ([("node-b", [2, 3])], None)
+        else:
+            text, code = wait_for_remote_failure(first)
+            assert (lost, code) == ([], 1)
+            assert text == "lost the launcher on node-b, or the connection to it"
+    finally:
+        first.close()
+
+
 def test_only_one_report_wins(coordinators: list[JobCoordinator]) -> None:
     threads = [
         threading.Thread(target=each.report, args=("x", 3 + i))

@@ -431,14 +431,14 @@ class JobCoordinator:
             _, name, hostname = each
             if attempt.report or self._store.check([attempt.key(f"ended/{name}")]):
                 continue
-            if self._min_hosts:
-                if not self._store.check([attempt.key(f"ranks/{name}")]):
-                    continue  # it has not joined
+            if self._min_hosts and self._store.check([attempt.key(f"ranks/{name}")]):
                 if self._count_hosts(attempt) > self._min_hosts:
                     self._store.add(attempt.key("hosts"), -1)
                     ranks = json.loads(self._store.get(attempt.key(f"ranks/{name}")))
                     self._on_lost_host(hostname, ranks)
                     continue
+            elif self._min_hosts and name not in attempt.hosts:
+                continue  # it has not joined
             text = f"lost the launcher on {hostname}, or the connection to it"
             attempt.report = _encode(name, RemoteFailure(text, 1))
 
