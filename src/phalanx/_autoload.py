@@ -27,10 +27,15 @@ def register() -> None:
             with contextlib.suppress(RuntimeError):  # another package's handler takes precedence
                 register_rendezvous_handler(scheme, _rendezvous)  # type: ignore[no-untyped-call]
         Backend.register_backend("phalanx", _create, extended_api=True, devices=["cpu", "cuda"])
-        if os.environ.get("PHALANX_REPLACE"):
-            from phalanx.backend.replace import install
+        replace_backends()
 
-            install(_create)
+
+def replace_backends() -> None:
+    """Replace the backends that `PHALANX_REPLACE` names, if any."""
+    if os.environ.get("PHALANX_REPLACE"):
+        from phalanx.backend.replace import install
+
+        install(_create)
 
 
 def _create(options: object, backend_options: object = None) -> object:

@@ -32,6 +32,7 @@ __all__ = [
     "key",
     "launcher",
     "mpi_launcher",
+    "preloaded_modules",
     "relay",
     "replaced_backends",
     "transport",
@@ -73,6 +74,15 @@ VARIABLES = {
         "`WORLD_SIZE`, else from `mpirun` or `srun`. If Phalanx replaces `cpu:gloo,cuda:nccl`, it "
         "passes CUDA tensors to NCCL. Requests with options for NCCL, or with other backends "
         "besides, are not replaced. Unset: nothing is replaced."
+    ),
+    "PHALANX_PRELOAD": (
+        "Modules, separated by commas, that `phalanx run` imports once on this host: `torch`, for "
+        "example. Each rank is then a copy of one process that has them, in place of a process "
+        "that imports them itself, so many ranks start, and start again after a failure, as fast "
+        "as one, and share that memory. No module may start threads or use a GPU when it is "
+        "imported. `OMP_NUM_THREADS` of a job then reaches PyTorch alone; set it yourself for "
+        "other libraries. Programs of `--no-python`, ranks bound to NUMA nodes, and hosts that are "
+        "started over ssh do without. Unset: each rank starts by itself."
     ),
     "PHALANX_JOB": (
         "The name of the job to which this process belongs, as listed by `phalanx jobs`. Set for "
@@ -403,6 +413,22 @@ def replaced_backends(environ: Mapping[str, str] = os.environ) -> tuple[str, ...
     """
     text = environ.get("PHALANX_REPLACE", "")
     return backend_names(text, "PHALANX_REPLACE in the environment") if text.strip() else ()
+
+
+def preloaded_modules() -> tuple[str, ...]:
+    """Return the modules that `PHALANX_PRELOAD` names; none if it is unset or empty.
+
+    Raises:
+        ValueError: A name is not that of a module.
+    """
+    names = tuple(filter(None, map(str.strip, os.environ.get("PHALANX_PRELOAD", "").split(","))))
+    for name in names:
+        if not all(map(str.isidentifier, name.split("."))):
+            raise ValueError(
+                f"PHALANX_PRELOAD in the environment names {name!r}: expected modules, separated "
+                "by commas, as in `torch,torchvision`"
+            )
+    return names
 
 
 def direct_calls(environ: Mapping[str, str] = os.environ) -> bool:

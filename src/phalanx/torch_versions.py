@@ -7,8 +7,9 @@ versions at once.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch.utils import _python_dispatch, _pytree
 from phalanx import torch_layouts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 SUPPORTED = (2, 11), (2, 14)
 """The oldest and the newest release that Phalanx is tested with."""
@@ -133,6 +134,24 @@ def shutdown_timeout(options: object, default: int | None = None) -> int | None:
     """
     timeout: int | None = getattr(options, "shutdown_timeout", default)
     return timeout
+
+
+@contextlib.contextmanager
+def start_processes_by(start: Callable[..., Any] | None) -> Iterator[None]:
+    """Have PyTorch's agent start processes by another function.
+
+    Args:
+        start: A function with the keyword arguments of `get_subprocess_handler`; None for that.
+    """
+    from torch.distributed.elastic.multiprocessing import api  # for launchers only
+
+    names = cast("Any", api)
+    former = names.get_subprocess_handler
+    names.get_subprocess_handler = start or former
+    try:
+        yield
+    finally:
+        names.get_subprocess_handler = former
 
 
 # ---- private names: groups ----

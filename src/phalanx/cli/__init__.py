@@ -67,6 +67,8 @@ def main() -> None:
     """Run the command in `sys.argv` and exit with its code."""
     _escape_unencodable()
     try:
+        if sys.argv[1:2] == ["run"] and os.environ.get("PHALANX_PRELOAD") and _has_been_rank():
+            return
         make_app()(prog_name="phalanx")
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
@@ -78,6 +80,14 @@ def main() -> None:
         sys.exit(code)
     finally:
         _flush_stdout()
+
+
+def _has_been_rank() -> bool:
+    """Start the process whose copies become ranks; return True in a rank, when it has ended."""
+    from phalanx.cli.run import load_torch_quietly
+    from phalanx.launcher import preload
+
+    return preload.start(load_torch_quietly)
 
 
 def _escape_unencodable() -> None:

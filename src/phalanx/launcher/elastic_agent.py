@@ -39,11 +39,12 @@ from phalanx.launcher.failures import (
 from phalanx.launcher.job_coordinator import AbsentHostError, Agreement, JobCoordinator, agree
 from phalanx.launcher.options import Job, presence_timeout
 from phalanx.launcher.output_forwarder import Exit, OutputForwarder, Sink
+from phalanx.launcher.preload import Copies
 from phalanx.launcher.rendezvous import HostRendezvous
 from phalanx.launcher.store import HOST
 from phalanx.observe.launcher_log_writer import LauncherLogWriter
 from phalanx.system.processes import signal_exit_code, signal_group
-from phalanx.torch_versions import shutdown_timeout
+from phalanx.torch_versions import shutdown_timeout, start_processes_by
 
 # Time for the forwarder to see the exits of ranks that the agent has stopped.
 _EXIT_SECONDS = 1.0
@@ -67,6 +68,7 @@ class Agent(LocalElasticAgent):
         self._launcher_log = launcher_log
         self._processes: dict[int, tuple[int, int]] = {}
         self._output = RankOutput(forwarder, job.log_files, job.shown_ranks)
+        self._copies = Copies(job, key)
         self._stop_time = float("inf")
         self._unprompted: set[int] = set()
         """The local ranks that failed before the agent stopped any."""
@@ -146,8 +148,10 @@ class Agent(LocalElasticAgent):
         self._stop_time = float("inf")
         self._unprompted = set()
         self._output.attempt = self._attempt
+        start = self._copies.start if self._copies.can_start else None
         try:
-            pids: dict[int, Any] = super()._start_workers(worker_group)
+            with start_processes_by(start):
+                pids: dict[int, Any] = super()._start_workers(worker_group)
         finally:
             self._output.close_write_ends()
         for local_rank, pid in pids.items():

@@ -22,7 +22,7 @@ from phalanx.launcher import rank_bootstrap
 from phalanx.system.processes import AdoptedHandler, adopt_orphans, describe_exit, reap_group
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from phalanx.launcher.options import Script
 
@@ -48,13 +48,20 @@ class Newcomer(NamedTuple):
     stderr: int
 
 
-class _Spare:
-    """A process that waits for a place, until the process that it becomes has ended."""
+class Spare:
+    """A process that waits for a place, until the process that it becomes has ended.
 
-    def __init__(self) -> None:
+    Args:
+        outputs: The descriptors of its stdout and stderr, which this object closes; None for pipes.
+    """
+
+    def __init__(self, outputs: tuple[int, int] | None = None) -> None:
         self.wake, self._waker = os.pipe()
         self.place = os.memfd_create("phalanx-place", os.MFD_CLOEXEC)
-        (self._stdout, self.out), (self._stderr, self.err) = os.pipe(), os.pipe()
+        if outputs is None:
+            (self._stdout, self.out), (self._stderr, self.err) = os.pipe(), os.pipe()
+        else:
+            (self.out, self.err), self._stdout, self._stderr = outputs, -1, -1
         self.handler: Any = None
         """PyTorch's object for the process, or one like it; None until there is a process."""
 
@@ -112,35 +119,40 @@ class _Spare:
                 setattr(self, name, -1)
 
 
-class _Template:
-    """The process whose copies become spares."""
+class Template:
+    """The process whose copies become spares.
 
-    def __init__(self, key: int) -> None:
+    Args:
+        start: Starts it, with its two descriptors in this process (`spare_template.make_copies`).
+    """
+
+    def __init__(self, start: Callable[[tuple[int, int]], Any]) -> None:
         adopt_orphans()
         reader, self._requests = os.pipe()
         self._answers, writer = os.pipe()
         os.set_blocking(self._answers, False)
         self._closed_later = [reader, writer]  # the process opens them once it has made its imports
-        self._waiting: dict[int, _Spare] = {}
+        self._waiting: dict[int, Spare] = {}
         self._count = 0
         self._text = b""
-        self.handler = _start("phalanx.launcher.spare_template", (reader, writer), key)
+        self.handler = start((reader, writer))
         self.is_ready = False
         """True if the process has made its imports."""
 
-    def copy(self) -> None:
-        """Begin to make a spare, which `poll` returns once it has a process."""
-        self._waiting[self._count] = spare = _Spare()
+    def copy(self, outputs: tuple[int, int] | None = None) -> Spare:
+        """Begin to make a spare (see there), which `poll` returns once it has a process."""
+        self._waiting[self._count] = spare = Spare(outputs)
         self._count += 1
         request = json.dumps((spare.wake, spare.place, spare.out, spare.err))
         os.write(self._requests, f"{request}\n".encode())
+        return spare
 
     @property
     def waiting(self) -> int:
         """The number of spares that have no process yet."""
         return len(self._waiting)
 
-    def poll(self, seconds: float = 0.0) -> list[_Spare]:
+    def poll(self, seconds: float = 0.0) -> list[Spare]:
         """Return the spares that have a process now; wait for one for up to some seconds."""
         ready = []
         answers = select.poll()
@@ -160,7 +172,11 @@ class _Template:
         stop(self.handler)
         for spare in self._waiting.values():
             spare.stop()
-        for each in (self._requests, self._answers, *self._closed_later):
+        self.close_descriptors(*self._closed_later)
+
+    def close_descriptors(self, *others: int) -> None:
+        """Close this side of the pipes."""
+        for each in (self._requests, self._answers, *others):
             os.close(each)
 
 
@@ -194,9 +210,9 @@ class Newcomers:
         self._count = spares
         self._simulated_hosts = simulated_hosts
         self._key = key
-        self._template: _Template | None = None
-        self._spares: list[_Spare] = []
-        self._placed: dict[int, _Spare] = {}
+        self._template: Template | None = None
+        self._spares: list[Spare] = []
+        self._placed: dict[int, Spare] = {}
         self._lost_in_a_row = 0
 
     def prepare(self) -> None:
@@ -214,7 +230,11 @@ class Newcomers:
         if not self._count or self._lost_in_a_row >= _MOST_LOST_SPARES:
             return
         if template is None:
-            template = self._template = _Template(self._key)
+            template = self._template = Template(
+                lambda descriptors: _start(
+                    "phalanx.launcher.spare_template", descriptors, self._key
+                )
+            )
         self._spares += template.poll()
         while len(self._spares) + template.waiting < self._count:
             template.copy()
@@ -228,7 +248,7 @@ class Newcomers:
                 end,
             )
 
-    def _take_spare(self) -> _Spare:
+    def _take_spare(self) -> Spare:
         """Return a spare with a process: the oldest, or a new one."""
         self.prepare()
         template = self._template
@@ -236,7 +256,7 @@ class Newcomers:
             self._spares += template.poll(_COPY_SECONDS)
         if self._spares:
             return self._spares.pop(0)
-        spare = _Spare()
+        spare = Spare()
         try:
             spare.start(self._key)
         except OSError:

@@ -53,13 +53,11 @@ class Elastic(NamedTuple):
     """The replacement of lost ranks on this host.
 
     Attributes:
-        script: The script of each rank.
         min_ranks: The least number of ranks with which the job continues.
         spares: The number of processes that wait to take the places of lost ranks.
         rejoin: The seconds for which a host that has lost the store tries to join again.
     """
 
-    script: Script
     min_ranks: int
     spares: int
     rejoin: int
@@ -84,6 +82,8 @@ class Job:
     """The number of hosts that this machine simulates; 0 for none."""
     key: bytes | None
     """The job's key; None if there are several hosts and no key was given."""
+    script: Script | None
+    """The Python script of each rank; None if it is another program."""
     elastic: Elastic | None
     """The replacement of lost ranks; None if there is none."""
 
@@ -308,7 +308,17 @@ def _make_job(args: Namespace, key: bytes | None, elastic: Elastic | None) -> Jo
         raise UsageError(str(error)) from error
     _check_rendezvous(config)
     command = [str(program), *arguments]
-    return Job(config, command, log_files, shown_ranks, args.simulate_hosts, key, elastic)
+    script = Script(args.training_script, list(args.training_script_args), bool(args.module))
+    return Job(
+        config,
+        command,
+        log_files,
+        shown_ranks,
+        args.simulate_hosts,
+        key,
+        None if args.no_python else script,
+        elastic,
+    )
 
 
 def _parse_min_max_nproc(text: str) -> tuple[int, int]:
@@ -341,9 +351,8 @@ def _parse_elastic(args: Namespace, min_ranks: int) -> Elastic | None:
             "--elastic cannot bind the processes that replace ranks to NUMA nodes: "
             "omit --numa-binding"
         )
-    script = Script(args.training_script, list(args.training_script_args), bool(args.module))
     spares = _parse_small_integer("spares", args.spares, 999)
-    return Elastic(script, min_ranks, spares, _parse_small_integer("rejoin", args.rejoin, 999_999))
+    return Elastic(min_ranks, spares, _parse_small_integer("rejoin", args.rejoin, 999_999))
 
 
 def _parse_small_integer(name: str, text: str | None, most: int) -> int:

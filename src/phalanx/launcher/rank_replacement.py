@@ -37,7 +37,8 @@ class ReplacingAgent(Agent):
     def __init__(self, elastic: Elastic, job: Job, rendezvous: Any, *arguments: Any) -> None:
         super().__init__(job, rendezvous, *arguments)
         *_, key = arguments
-        self._newcomers = Newcomers(elastic.script, elastic.spares, job.simulated_hosts, key)
+        assert job.script is not None  # otherwise the job is not elastic
+        self._newcomers = Newcomers(job.script, elastic.spares, job.simulated_hosts, key)
         self._min_ranks = elastic.min_ranks
         self._given_up: set[int] = set()
         """The local ranks that are lost and not replaced."""

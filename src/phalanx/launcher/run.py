@@ -19,6 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from phalanx import key as keys
 from phalanx.errors import LaunchError, UsageError
+from phalanx.launcher import preload
 from phalanx.launcher.elastic_agent import Agent, print_message
 from phalanx.launcher.failures import (
     CONSEQUENCE,
@@ -81,7 +82,9 @@ def run(args: Namespace) -> HostOutcome:
     """
     _silence_agent_log()
     job = make_job(args)
-    with _restore_signal_handlers(job.config.signals_to_handle):
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(preload.close)
+        at_end.enter_context(_restore_signal_handlers(job.config.signals_to_handle))
         try:
             seconds = job.elastic.rejoin if job.elastic else 0
             return _run_again(job, seconds) if seconds else _run(job)

@@ -19,9 +19,24 @@ _ADOPTION_SECONDS = 10.0
 
 
 def main() -> None:
-    """Make a copy for each line in a pipe; each answers with the line's number and its pid."""
+    """Make the imports, then copies; in a copy, be a spare."""
     launcher, requests, answers = map(int, sys.argv[1:])
     spare.import_modules()
+    if files := make_copies(launcher, requests, answers):
+        spare.run(*files)
+
+
+def make_copies(launcher: int, requests: int, answers: int) -> list[int]:
+    """Make a copy for each line in a pipe; each answers with the line's number and its pid.
+
+    Args:
+        launcher: The process that will be the parent of the copies.
+        requests: Its descriptor of the pipe with the lines.
+        answers: Its descriptor of the pipe for the answers.
+
+    Returns:
+        In a copy, the files for `spare.run`; in this process nothing, when there are no more lines.
+    """
     with (
         open(spare.open_in(launcher, requests), encoding="utf-8") as lines,
         open(spare.open_in(launcher, answers, os.O_WRONLY), "wb", buffering=0) as answer,
@@ -38,12 +53,10 @@ def main() -> None:
             for each in output:
                 os.close(each)
             if is_copy:
-                break
+                return files
             for each in files:
                 os.close(each)
-        else:
-            return
-    spare.run(*files)
+    return []
 
 
 def _is_copy(launcher: int) -> bool:

@@ -1,0 +1,176 @@
+"""Ranks as copies of a process that has made their imports (`PHALANX_PRELOAD`).
+
+`phalanx run` makes the imports once, for itself too, and copies itself before it has threads or
+anything of a job. That copy makes the ranks, as `spare_template` makes spares: each starts in some
+hundredths of a second, and shares the memory of the imports with the others.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from phalanx import _autoload, env
+from phalanx.errors import LaunchError, UsageError
+from phalanx.launcher import spare
+from phalanx.launcher.rank_bootstrap import die_with_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx.launcher.newcomers import Template
+    from phalanx.launcher.options import Job
+
+_COPY_SECONDS = 60.0
+"""The longest time to wait for a copy, in seconds; it takes some hundredths."""
+_POLL_SECONDS = 0.5
+
+_templates: list[Template] = []
+"""The process whose copies become ranks, if there is one."""
+
+
+def start(import_torch: Callable[[], None]) -> bool:
+    """Make the imports and the process whose copies become ranks; call this without threads.
+
+    Args:
+        import_torch: A function that imports torch.
+
+    Returns:
+        False in the launcher. True in a rank that has come to the end of its script.
+
+    Raises:
+        UsageError: The variable is malformed, or a module cannot be imported.
+    """
+    _import_modules(import_torch)
+    from phalanx.launcher.newcomers import Template
+    from phalanx.launcher.spare_template import make_copies
+    from phalanx.system.processes import AdoptedHandler
+
+    launcher, descriptors = os.getpid(), (-1, -1)
+
+    def fork(own: tuple[int, int]) -> Any:
+        nonlocal descriptors
+        descriptors = own
+        pid = os.fork()
+        if pid:
+            os.setpgid(pid, pid)
+            return AdoptedHandler(pid)
+        os.setpgid(0, 0)
+        die_with_parent(launcher)
+        return None
+
+    template = Template(fork)
+    if os.getpid() == launcher:
+        _templates.append(template)
+        return False
+    template.close_descriptors(*descriptors)
+    if files := make_copies(launcher, *descriptors):
+        _be_rank(*files)
+    return True
+
+
+def _import_modules(import_torch: Callable[[], None]) -> None:
+    """Import the modules, without the backends to replace, which the launcher's options decide."""
+    replaced = os.environ.pop("PHALANX_REPLACE", None)
+    try:
+        modules = env.preloaded_modules()
+        import_torch()
+        for name in modules:
+            importlib.import_module(name)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    except ImportError as error:
+        raise UsageError(f"PHALANX_PRELOAD in the environment: {error}") from None
+    finally:
+        if replaced is not None:
+            os.environ["PHALANX_REPLACE"] = replaced
+
+
+def _be_rank(wake: int, assignment: int) -> None:
+    """Wait for the place of a rank, and run its script, as a new process would."""
+    place = spare.wait_for_place(wake, assignment)
+    if not place:
+        return
+    spare.take_place(place)
+    for number, name in ((1, "stdout"), (2, "stderr")):  # unbuffered, as by `python -u`
+        former = getattr(sys, name)
+        raw = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115 - until the end
+        errors = "strict" if number == 1 else "backslashreplace"
+        stream = io.TextIOWrapper(raw, former.encoding, errors, write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads):
+        import torch
+
+        torch.set_num_threads(int(threads))  # read from the environment at the import
+    _autoload.replace_backends()
+    spare.run_script(place)
+
+
+class Copies:
+    """The ranks of a job, made as copies.
+
+    Args:
+        job: The job.
+        key: The descriptor of the job's key; -1 if there is none.
+    """
+
+    def __init__(self, job: Job, key: int) -> None:
+        self._job, self._key = job, key
+
+    @property
+    def can_start(self) -> bool:
+        """Whether there is a process to copy, and ranks can be copies of it."""
+        has_plain_processes = self._job.config.numa_options is None
+        return bool(_templates) and self._job.script is not None and has_plain_processes
+
+    def start(self, *, env: dict[str, str], stdout: str, stderr: str, **_others: Any) -> Any:
+        """Start a rank; takes the place of PyTorch's `get_subprocess_handler`.
+
+        Args:
+            env: The variables of the rank, beside those of this process.
+            stdout: The path of the file for its stdout.
+            stderr: The path of the file for its stderr.
+
+        Returns:
+            An object like PyTorch's `SubprocessHandler`.
+
+        Raises:
+            LaunchError: The process to copy has ended.
+            OSError: There are no more descriptors.
+        """
+        (template,), script = _templates, self._job.script
+        assert script is not None  # can_start
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        output, errors = (os.open(path or os.devnull, flags, 0o666) for path in (stdout, stderr))
+        copy = template.copy((output, errors))
+        end = time.monotonic() + _COPY_SECONDS
+        while not template.poll(_POLL_SECONDS):
+            if template.handler.proc.poll() is not None or time.monotonic() > end:
+                raise LaunchError(
+                    "the process that ranks are copies of has ended, or does not answer: unset "
+                    "PHALANX_PRELOAD, or remove modules from it that start threads"
+                )
+        launcher = os.getpid()
+        copy.assign(
+            {
+                "environment": {**os.environ, **env},
+                "key": (launcher, self._key),
+                "simulated_hosts": self._job.simulated_hosts,
+                "logs": ("", ""),
+                **script._asdict(),
+            }
+        )
+        copy.close()
+        return copy.handler
+
+
+def close() -> None:
+    """End the process whose copies become ranks; those go on."""
+    while _templates:
+        _templates.pop().close()
