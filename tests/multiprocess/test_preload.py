@@ -208,7 +208,8 @@ if os.environ["RANK"] == "1":
 others = psutil.Process(os.getppid()).children()
 (template,) = [each for each in others if os.getsid(each.pid) != each.pid]
 template.kill()
-template.wait()
+while template.status() != psutil.STATUS_ZOMBIE:
+    time.sleep(0.01)
 sys.exit(3)
 """,
         *("--nproc-per-node", "2", "--max-restarts", "1", "script.py"),

@@ -112,6 +112,10 @@ def _be_rank(wake: int, assignment: int) -> None:
     spare.run_script(place)
 
 
+class CopyError(LaunchError):
+    """There is no process any more whose copies become ranks."""
+
+
 class Copies:
     """The ranks of a job, made as copies.
 
@@ -141,7 +145,7 @@ class Copies:
             An object like PyTorch's `SubprocessHandler`.
 
         Raises:
-            LaunchError: The process to copy has ended.
+            CopyError: The process to copy has ended.
             OSError: There are no more descriptors.
         """
         (template,), script = _templates, self._job.script
@@ -152,7 +156,7 @@ class Copies:
         end = time.monotonic() + _COPY_SECONDS
         while not template.poll(_POLL_SECONDS):
             if template.handler.proc.poll() is not None or time.monotonic() > end:
-                raise LaunchError(
+                raise CopyError(
                     "the process that ranks are copies of has ended, or does not answer: unset "
                     "PHALANX_PRELOAD, or remove modules from it that start threads"
                 )

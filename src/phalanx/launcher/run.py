@@ -208,7 +208,7 @@ def _run_agent(agent: Agent, endpoint: str) -> HostOutcome:
         return HostOutcome(
             signal_exit_code(caught.sigval), "", f"stopped by {caught.sigval.name}", STOPPED
         )
-    except UsageError:
+    except (UsageError, preload.CopyError):
         raise
     except (LaunchError, RendezvousError, dist.DistError, RuntimeError) as error:
         remote_failure = None if agent.coordinator is None else agent.coordinator.refresh()
