@@ -7,6 +7,7 @@ hundredths of a second, and shares the memory of the imports with the others.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import io
 import os
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _COPY_SECONDS = 60.0
 """The longest time to wait for a copy, in seconds; it takes some hundredths."""
 _POLL_SECONDS = 0.5
+_ALLOCATOR = {-1: "MALLOC_TRIM_THRESHOLD_", -3: "MALLOC_MMAP_THRESHOLD_"}
+"""The environment variables of parameters of glibc's `mallopt` (malloc.h)."""
 
 _templates: list[Template] = []
 """The process whose copies become ranks, if there is one."""
@@ -103,13 +106,27 @@ def _be_rank(wake: int, assignment: int) -> None:
         stream = io.TextIOWrapper(raw, former.encoding, errors, write_through=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdecimal() and int(threads):
-        import torch
-
-        torch.set_num_threads(int(threads))  # read from the environment at the import
+    _apply_defaults()
     _autoload.replace_backends()
     spare.run_script(place)
+
+
+def _apply_defaults() -> None:
+    """Set what libraries read from the environment when they are loaded, which is over."""
+    if (threads := _integer("OMP_NUM_THREADS")) > 0:
+        import torch
+
+        torch.set_num_threads(threads)
+    allocator = ctypes.CDLL(None)
+    for parameter, name in _ALLOCATOR.items():
+        if (value := _integer(name)) >= 0:
+            allocator.mallopt(parameter, value)
+
+
+def _integer(variable: str) -> int:
+    """Return the number in an environment variable; -1 if there is none."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else -1
 
 
 class CopyError(LaunchError):
