@@ -209,13 +209,14 @@ MessagePtr Mailbox::post(MessagePtr message, bool detached) {
 
 Status Mailbox::wait(Message& message, const Bounds& bounds) {
   if (message.done()) {
-    return message.status();
+    return outcome_of(message);
   }
   bounds.block();  // before the mutex, whose holder may need what the caller holds
   waits_.fetch_add(1, std::memory_order_relaxed);
   waiters_.fetch_add(1, std::memory_order_seq_cst);
   auto [spin_policy, peer] = [&] {
     const MailboxLock lock(*this);
+    message.awaited_ = true;
     begin_wait(message);
     return std::pair(spin_policy_, message.peer());
   }();
@@ -247,7 +248,17 @@ Status Mailbox::wait(Message& message, const Bounds& bounds) {
   if (waiters_.fetch_sub(1, std::memory_order_seq_cst) == 1 && outstanding() != 0) {
     wake();
   }
-  return status.code == Code::interrupted ? status : message.status();
+  return status.code == Code::interrupted ? status : outcome_of(message);
+}
+
+// The status of a message that is done. The failure of one that has ended alone breaks the group
+// now that somebody has waited for it, so that the other ranks see why this one does not go on.
+Status Mailbox::outcome_of(const Message& message) {
+  if (message.unanswered_) {
+    const MailboxLock lock(*this);
+    fail_all(group_.abort(message.failure_));
+  }
+  return message.status();
 }
 
 bool Mailbox::test(Message& message) {
@@ -488,17 +499,20 @@ Failure Mailbox::recheck_peers() {
   return check_peers();
 }
 
-// A recv to which a rank that has left has sent nothing ends alone: a server may have posted one for
-// each of its clients, and goes on with those that remain.
+// A recv to which a rank that has left has sent nothing, and for which nobody waits, ends alone: a
+// server may have posted one for each of its clients, and goes on with those that remain.
 void Mailbox::end_unanswered_recvs() {
   for (int peer = 0; peer < group_.ranks(); ++peer) {
-    while (!incoming_[static_cast<std::size_t>(peer)].receiver && matching_.has_recv_from(peer)) {
-      const Failure failure = check_peer(peer);
-      if (failure.status.code != Code::left) {
-        break;
-      }
-      const MessagePtr recv = matching_.withdraw(*matching_.any_recv_from(peer));
-      recv->failure_ = {failure.status, recv->fingerprint()};
+    if (incoming_[static_cast<std::size_t>(peer)].receiver || !matching_.has_recv_from(peer)) {
+      continue;
+    }
+    const Status status = check_peer(peer).status;
+    if (status.code != Code::left || !group_.failure().ok()) {
+      continue;
+    }
+    for (const MessagePtr& recv : matching_.take_unawaited_recvs(peer)) {
+      recv->failure_ = {status, recv->fingerprint()};
+      recv->unanswered_ = true;
       complete(recv);
     }
   }

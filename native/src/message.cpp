@@ -63,6 +63,24 @@ MessagePtr Matching::withdraw(const Message& recv) {
   return withdrawn;
 }
 
+std::vector<MessagePtr> Matching::take_unawaited_recvs(int source) {
+  std::vector<MessagePtr> taken;
+  for (auto entry = recvs_.begin(); entry != recvs_.end();) {
+    auto& queue = entry->second;
+    for (auto recv = queue.begin(); recv != queue.end();) {
+      if ((*recv)->peer_ == source && !(*recv)->awaited_ && !(*recv)->watched_) {
+        taken.push_back(std::move(*recv));
+        recv = queue.erase(recv);
+        --recv_count(source);
+      } else {
+        ++recv;
+      }
+    }
+    entry = queue.empty() ? recvs_.erase(entry) : std::next(entry);
+  }
+  return taken;
+}
+
 std::vector<MessagePtr> Matching::take_all_receives() {
   std::vector<MessagePtr> all;
   for (const auto& [unused, queue] : recvs_) {

@@ -120,7 +120,9 @@ class Memory {
 // One rank's part in a task.
 class RankTask {
  public:
-  RankTask(const Task& task, int self) : task_(task), self_(self) {
+  // `first`: the peer whose messages are awaited first. A recv that nobody waits for may end
+  // unseen.
+  RankTask(const Task& task, int self, int first) : task_(task), self_(self), first_(first) {
     const bool shared = task.path == Path::zero_copy;
     for (int rank = 0; rank < task.size; ++rank) {
       given_.emplace_back(task.count(), shared);
@@ -155,6 +157,7 @@ class RankTask {
 
   Task task_;
   int self_;
+  int first_;
   std::vector<Memory> given_, taken_;  // by peer
 };
 
@@ -208,6 +211,8 @@ inline Status RankTask::run_messages(Mailbox& mailbox, const Bounds& bounds,
     for (const MessagePtr& message : all) mailbox.watch(message, Clock::now() + bounds.timeout);
     for (auto now = before; now != before + all.size(); now = reported.load()) reported.wait(now);
   }
+  std::stable_partition(all.begin(), all.end(),
+                        [&](const MessagePtr& message) { return message->peer() == first_; });
   Status status;
   for (const MessagePtr& message : all) {
     const Status each = served ? message->status() : mailbox.wait(*message, bounds);

@@ -235,7 +235,7 @@ inline void Rank::take_part(Group& group, Mailbox& mailbox) {
   ++usual.salt;
   // So that no rank has mapped the arenas of the others yet.
   if (usual.path == Path::zero_copy) usual.path = Path::staged;
-  RankTask before(usual, self_);
+  RankTask before(usual, self_, case_.victim);
   std::thread server;
   if (case_.task.operation == Operation::served) {
     server = std::thread([this, &mailbox] {
@@ -258,7 +258,7 @@ inline void Rank::take_part(Group& group, Mailbox& mailbox) {
 }
 
 inline void Rank::run_task(Group& group, Mailbox& mailbox) {
-  RankTask work(case_.task, self_);
+  RankTask work(case_.task, self_, case_.victim);
   state_.asleep.store(false);
   state_.entered.store(true);
   state_.ready = eventually([this] { return all(&RankState::entered); });

@@ -108,6 +108,7 @@ class Mailbox {
   Failure recheck_peers();
   Failure check_wait(const Bounds& bounds, Clock::time_point& next_check);
   Status fail(const Message& message, Failure failure);
+  Status outcome_of(const Message& message);
   void service();
   bool should_yield() const;
   void idle(std::unique_lock<std::mutex>& lock);

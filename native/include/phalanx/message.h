@@ -55,6 +55,8 @@ class Message {
   bool begun_ = false;             // for a send: whether the channel has its envelope
   std::size_t moved_ = 0;          // for a send: bytes of payload in the channel
   bool watched_ = false;
+  bool awaited_ = false;     // whether a thread waits, or has waited, for it
+  bool unanswered_ = false;  // a recv that ended alone; written before done_
   Clock::time_point deadline_ = Clock::time_point::max();  // when watched
   Failure failure_ = Status{};
   // The record in the flight recorder, and its slot.
@@ -92,6 +94,8 @@ class Matching {
   MessagePtr any_recv_from(int source) const;
   // Removes a recv that is still posted; null if it is not.
   MessagePtr withdraw(const Message& recv);
+  // Removes the recvs from a source for which nobody waits. Searches all of them.
+  std::vector<MessagePtr> take_unawaited_recvs(int source);
   // Removes all recvs.
   std::vector<MessagePtr> take_all_receives();
 
