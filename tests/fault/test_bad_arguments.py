@@ -35,9 +35,8 @@ def quantized() -> Tensor:
     return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
 
 
-def freed(*shape: int) -> Tensor:
-    """A tensor without the memory of its elements, such as FSDP makes."""
-    tensor = torch.zeros(*shape)
+def freed(tensor: Tensor) -> Tensor:
+    """Free the memory of a tensor, as FSDP does."""
     tensor.untyped_storage().resize_(0)
     return tensor
 
@@ -122,19 +121,19 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         r"recv: got a tensor of layout",
     ),
     "freed": (
-        lambda: dist.all_reduce(freed(3)),
+        lambda: dist.all_reduce(freed(zeros(3))),
         r"all_reduce: the memory of the tensor, float32\[3\], was freed .*: allocate it again",
     ),
     "freed and transposed": (
-        lambda: dist.all_gather([zeros(4, 2), zeros(4, 2)], freed(2, 4).t()),
+        lambda: dist.all_gather([zeros(4, 2), zeros(4, 2)], freed(zeros(2, 4).t())),
         r"all_gather: the memory of the tensor, float32\[4, 2\], was freed",
     ),
     "freed, to be received": (
-        lambda: dist.recv(freed(3), 1 - dist.get_rank()),
+        lambda: dist.recv(freed(zeros(3)), 1 - dist.get_rank()),
         r"recv: the memory of the tensor, float32\[3\], was freed",
     ),
     "freed, in a list": (
-        lambda: dist.all_gather([zeros(3), freed(3)], zeros(3)),
+        lambda: dist.all_gather([zeros(3), freed(zeros(3))], zeros(3)),
         r"all_gather: the memory of the tensor, float32\[3\], was freed",
     ),
     "list too short": (

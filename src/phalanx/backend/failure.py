@@ -263,7 +263,12 @@ def _describe_status(
                 f"rank {reporter} found that ranks wait for each other in several groups"
             )
         case "left":
-            return CollectiveMismatch, _describe_leaving(status, group)
+            return CollectiveMismatch, (
+                f"{peer_state.format_rank(group, peer)} has left the group (destroy_process_group)"
+                f"{peer_state.format_leaving_site(group, peer)} "
+                f"while rank {reporter} is in "
+                f"{_format_operation_and_site(status.mine, group, reporter)}"
+            )
         case "timeout":
             return CollectiveTimeout, _describe_timeout(status, group, timeout)
         case "aborted":
@@ -288,17 +293,6 @@ def _describe_status(
             )
         case _:
             return PhalanxError, f"system error on rank {reporter}: {os.strerror(status.error)}"
-
-
-def _describe_leaving(status: _native.Status, group: _native.Group) -> str:
-    text = (
-        f"{peer_state.format_rank(group, status.peer)} has left the group (destroy_process_group)"
-        f"{peer_state.format_leaving_site(group, status.peer)}"
-    )
-    if status.mine.kind == "none":  # the operation that raises this
-        return text
-    operation = _format_operation_and_site(status.mine, group, status.reporter)
-    return f"{text} while rank {status.reporter} is in {operation}"
 
 
 def _describe_timeout(status: _native.Status, group: _native.Group, timeout: float) -> str:
