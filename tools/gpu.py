@@ -45,7 +45,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Result:
-    """How a step ended: with "passed", "failed" or "too late"."""
+    """The end of a step: "passed", "failed" or "too late"."""
 
     step: str
     outcome: str

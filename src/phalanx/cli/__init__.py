@@ -84,10 +84,11 @@ def main() -> None:
 
 def _has_been_rank() -> bool:
     """Start the process whose copies become ranks; return True in a rank, when it has ended."""
+    from phalanx._autoload import replace_backends
     from phalanx.cli.run import load_torch_quietly
     from phalanx.launcher import preload
 
-    return preload.start(load_torch_quietly)
+    return preload.start(load_torch_quietly, replace_backends)
 
 
 def _escape_unencodable() -> None:

@@ -15,7 +15,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from phalanx import _autoload, env
+from phalanx import env
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launcher import spare
 from phalanx.launcher.rank_bootstrap import die_with_parent
@@ -36,11 +36,12 @@ _templates: list[Template] = []
 """The process whose copies become ranks, if there is one."""
 
 
-def start(import_torch: Callable[[], None]) -> bool:
+def start(import_torch: Callable[[], None], replace_backends: Callable[[], None]) -> bool:
     """Make the imports and the process whose copies become ranks; call this without threads.
 
     Args:
         import_torch: A function that imports torch.
+        replace_backends: A function that replaces the backends that `PHALANX_REPLACE` names.
 
     Returns:
         False in the launcher. True in a rank that has come to the end of its script.
@@ -72,7 +73,7 @@ def start(import_torch: Callable[[], None]) -> bool:
         return False
     template.close_descriptors(*descriptors)
     if files := make_copies(launcher, *descriptors):
-        _be_rank(*files)
+        _be_rank(files, replace_backends)
     return True
 
 
@@ -93,9 +94,9 @@ def _import_modules(import_torch: Callable[[], None]) -> None:
             os.environ["PHALANX_REPLACE"] = replaced
 
 
-def _be_rank(wake: int, assignment: int) -> None:
+def _be_rank(files: list[int], replace_backends: Callable[[], None]) -> None:
     """Wait for the place of a rank, and run its script, as a new process would."""
-    place = spare.wait_for_place(wake, assignment)
+    place = spare.wait_for_place(*files)
     if not place:
         return
     spare.take_place(place)
@@ -107,7 +108,7 @@ def _be_rank(wake: int, assignment: int) -> None:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     _apply_defaults()
-    _autoload.replace_backends()
+    replace_backends()
     spare.run_script(place)
 
 
@@ -146,7 +147,7 @@ class Copies:
 
     @property
     def can_start(self) -> bool:
-        """Whether there is a process to copy, and ranks can be copies of it."""
+        """True if there is a process to copy, and ranks can be copies of it."""
         has_plain_processes = self._job.config.numa_options is None
         return bool(_templates) and self._job.script is not None and has_plain_processes
 
