@@ -171,7 +171,8 @@ LAYERS: dict[str, list[Section]] = {
         Section("tidy", ("--jobs", str(os.cpu_count()), "--output-sync=target", "tidy"), NATIVE),
         NativeTests("native-asan", ("native-asan",), NATIVE),
         NativeTests("native-tsan", ("native-tsan",), NATIVE),
-        PythonTests("slow-tests", ("pytest", "SELECT=slow and not long")),
+        # The start of processes is most of it: ranks are copies here, and by themselves in `make test`.
+        PythonTests("slow-tests", ("pytest", "PHALANX_PRELOAD=torch", "SELECT=slow and not long")),
         # What `make test` shows of operations, without direct calls.
         PythonTests(
             "general-tests",

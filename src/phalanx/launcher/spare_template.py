@@ -6,6 +6,7 @@ parent exits at once, and the launcher adopts orphans. The imports neither start
 nor initialize CUDA, which a copy could not use then.
 """
 
+import gc
 import json
 import os
 import sys
@@ -37,6 +38,7 @@ def make_copies(launcher: int, requests: int, answers: int) -> list[int]:
     Returns:
         In a copy, the files for `spare.run`; in this process nothing, when there are no more lines.
     """
+    gc.freeze()  # copies need not look at the objects of the imports, and then copy their memory
     with (
         open(spare.open_in(launcher, requests), encoding="utf-8") as lines,
         open(spare.open_in(launcher, answers, os.O_WRONLY), "wb", buffering=0) as answer,
