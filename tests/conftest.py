@@ -117,6 +117,12 @@ def same_random_numbers() -> None:
     random.seed(fresh_seed())
 
 
+@pytest.fixture
+def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of `phalanx run` start by themselves, so that their environment shows who they are."""
+    monkeypatch.delenv("PHALANX_PRELOAD", raising=False)
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The root of the source tree."""

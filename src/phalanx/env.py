@@ -81,7 +81,8 @@ VARIABLES = {
         "that imports them itself, so many ranks start, and start again after a failure, as fast "
         "as one, and share that memory. No module may start threads or use a GPU when it is "
         "imported. `OMP_NUM_THREADS` of a job then reaches PyTorch alone; set it yourself for "
-        "other libraries. Programs of `--no-python`, ranks bound to NUMA nodes, and hosts that are "
+        "other libraries. The command line and `/proc/PID/environ` of a rank are then those of "
+        "`phalanx run`. Programs of `--no-python`, ranks bound to NUMA nodes, and hosts that are "
         "started over ssh do without. Unset: each rank starts by itself."
     ),
     "PHALANX_JOB": (

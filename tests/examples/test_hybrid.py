@@ -79,6 +79,7 @@ def kill_after(
     return found
 
 
+@pytest.mark.usefixtures("no_copies")
 def test_death_repeats_at_most_one_epoch(
     script: str, undisturbed: dict[int, str], tmp_path: Path
 ) -> None:

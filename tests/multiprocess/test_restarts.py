@@ -112,6 +112,7 @@ def test_exhausted_restarts(start: Start, port: int) -> None:
         assert err.count("  restarting all ranks") == 1, err
 
 
+@pytest.mark.usefixtures("no_copies")
 def test_ranks_killed_at_random_times(start: Start, tmp_path: Path) -> None:
     """Even before a rank has executed the script, and while others are being started."""
     script = """

@@ -84,11 +84,16 @@ def main() -> None:
 
 def _has_been_rank() -> bool:
     """Start the process whose copies become ranks; return True in a rank, when it has ended."""
-    from phalanx._autoload import replace_backends
     from phalanx.cli.run import load_torch_quietly
+
+    replaced = os.environ.pop("PHALANX_REPLACE", None)
+    load_torch_quietly()
+    if replaced is not None:
+        os.environ["PHALANX_REPLACE"] = replaced
+    from phalanx._autoload import replace_backends
     from phalanx.launcher import preload
 
-    return preload.start(load_torch_quietly, replace_backends)
+    return preload.start(replace_backends)
 
 
 def _escape_unencodable() -> None:

@@ -7,6 +7,7 @@ hundredths of a second, and shares the memory of the imports with the others.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import io
@@ -36,12 +37,12 @@ _templates: list[Template] = []
 """The process whose copies become ranks, if there is one."""
 
 
-def start(import_torch: Callable[[], None], replace_backends: Callable[[], None]) -> bool:
+def start(replace_backends: Callable[[], None]) -> bool:
     """Make the imports and the process whose copies become ranks; call this without threads.
 
     Args:
-        import_torch: A function that imports torch.
-        replace_backends: A function that replaces the backends that `PHALANX_REPLACE` names.
+        replace_backends: A function that replaces the backends that `PHALANX_REPLACE` names. They
+            must not have been replaced, as the launcher's options decide about that.
 
     Returns:
         False in the launcher. True in a rank that has come to the end of its script.
@@ -49,7 +50,13 @@ def start(import_torch: Callable[[], None], replace_backends: Callable[[], None]
     Raises:
         UsageError: The variable is malformed, or a module cannot be imported.
     """
-    _import_modules(import_torch)
+    try:
+        for name in env.preloaded_modules():
+            importlib.import_module(name)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    except ImportError as error:
+        raise UsageError(f"PHALANX_PRELOAD in the environment: {error}") from None
     from phalanx.launcher.newcomers import Template
     from phalanx.launcher.spare_template import make_copies
     from phalanx.system.processes import AdoptedHandler
@@ -72,26 +79,12 @@ def start(import_torch: Callable[[], None], replace_backends: Callable[[], None]
         _templates.append(template)
         return False
     template.close_descriptors(*descriptors)
-    if files := make_copies(launcher, *descriptors):
+    files: list[int] = []
+    with contextlib.suppress(FileNotFoundError):  # without /proc, the launcher cannot go on either
+        files = make_copies(launcher, *descriptors)
+    if files:
         _be_rank(files, replace_backends)
     return True
-
-
-def _import_modules(import_torch: Callable[[], None]) -> None:
-    """Import the modules, without the backends to replace, which the launcher's options decide."""
-    replaced = os.environ.pop("PHALANX_REPLACE", None)
-    try:
-        modules = env.preloaded_modules()
-        import_torch()
-        for name in modules:
-            importlib.import_module(name)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    except ImportError as error:
-        raise UsageError(f"PHALANX_PRELOAD in the environment: {error}") from None
-    finally:
-        if replaced is not None:
-            os.environ["PHALANX_REPLACE"] = replaced
 
 
 def _be_rank(files: list[int], replace_backends: Callable[[], None]) -> None:

@@ -80,6 +80,7 @@ def run_script(place: dict[str, Any]) -> None:
     """Run a script or a module as `python` does."""
     script = place["script"]
     sys.argv = [script, *place["arguments"]]
+    sys.modules.pop("__mp_main__", None)  # the main program of this process so far
     atexit.register(_die_if_interrupted)  # after all that the script will register
     try:
         if place["is_module"]:
