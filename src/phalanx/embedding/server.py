@@ -204,8 +204,10 @@ class EmbeddingServer:
 
     def lookup(self, indices: Tensor) -> Tensor:
         """Return the rows of these indices, like `EmbeddingTable.gather`."""
-        if (replica := self._replica) is not None:
-            replica.check_primary(self.table.name)
+        replica = self._replica
+        if replica is not None and not replica.is_primary:
+            with self._lock:  # it may just be taking the place, and others know that already
+                replica.check_primary(self.table.name)
         return self.table.gather(indices)
 
     def update(self, indices: Tensor, gradients: Tensor, trainer: int = 0) -> int:
