@@ -1,7 +1,7 @@
 """Random programs of a replicated table, whose parts move to other workers while trainers use it.
 
-Each update adds one to some rows: in the end every row shows how many updates it was in, and both
-servers of each part have the same rows.
+Each update adds a number to some rows: in the end every row shows how many updates it was in, and
+both servers of each part have the same rows.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def train(servers: list[ReplicatedServer], trainer: int, seed: int, updates: int
     )
     for _ in range(updates):
         rows = [chosen.randrange(ROWS) for _ in range(chosen.randint(1, 5))]
-        bag(torch.tensor(rows)[:, None]).sum().neg().backward()
+        bag(torch.tensor(rows)[:, None]).sum().mul(-WORKERS).backward()
         bag.step()
         for row in rows:
             counts[row] += 1
@@ -91,14 +91,14 @@ def run_program(chosen: Random) -> str:
             embedding.move(servers, source, free)
             used, free = [*used, free], source
         counts = [future.wait() for future in futures]
-        return _compare(servers, counts, 1 if staleness is not None else WORKERS)
+        return _compare(servers, counts, WORKERS if staleness is not None else 1)
     except PhalanxError as error:
         return f"{type(error).__name__}: {error}"
 
 
-def _compare(servers: list[ReplicatedServer], counts: list[list[int]], divisor: int) -> str:
+def _compare(servers: list[ReplicatedServer], counts: list[list[int]], factor: int) -> str:
     """Compare the rows of all servers with the updates; a step makes the mean of its updates."""
-    expected = torch.tensor(counts, dtype=torch.float64).sum(0) / divisor
+    expected = torch.tensor(counts, dtype=torch.float64).sum(0) * factor
     primaries = []
     for part in servers:
         primary, backup = (

@@ -129,7 +129,7 @@ class ReplicatedServer:
         roles = self._register.read()
         while True:
             try:
-                self._current = self._reach(roles)
+                self._current, self._roles = self._reach(roles)
             except (PeerLost, Replaced) as error:
                 changed = self._register.read()
                 if changed == roles:
@@ -139,11 +139,14 @@ class ReplicatedServer:
                     ) from None
                 roles = changed
             else:
-                self._roles = self._register.read()
                 return
 
-    def _reach(self, roles: Roles) -> RRef[Any]:
-        """Return the primary, or the backup after it has taken the place of a lost primary."""
+    def _reach(self, roles: Roles) -> tuple[RRef[Any], Roles]:
+        """Return the primary, or the backup after it has taken the place of a lost primary.
+
+        Also returns the roles with which it is the primary. They may have changed since: the next
+        call says so, and `_find` then sees other roles than these.
+        """
         primary, backup = agent().peers[roles.primary], roles.backup
         server: RRef[Any]
         if roles != self._roles and not primary.is_unreachable():
@@ -152,14 +155,14 @@ class ReplicatedServer:
             except PeerLost:
                 pass
             else:
-                return server
+                return server, roles
         if backup is None:
             primary.check(f"part {self.key.number} of the table")
             raise Replaced(f"part {self.key.number} of the table is not on {primary} any more")
         _log.warning("%s does not answer: calling %s", primary, agent().peers[backup])
         server = calls.rpc_sync(backup, find_part, (self.key,))
         server.rpc_sync().take_over(roles.epoch)
-        return server
+        return server, Roles(roles.epoch + 1, backup)
 
 
 class ReplicatedCall:
