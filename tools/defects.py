@@ -74,8 +74,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         name="conjugate-view-sent-as-it-is",
         file="backend/operands.py",
-        old="if is_usable and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():",
-        new="if is_usable and tensor.is_contiguous() and not tensor.is_neg():",
+        old="tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():",
+        new="tensor.is_contiguous() and not tensor.is_neg():",
         tests=("conformance/test_algorithms.py", "conformance/test_layouts.py"),
     ),
     Defect(

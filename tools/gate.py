@@ -171,7 +171,7 @@ LAYERS: dict[str, list[Section]] = {
         Section("tidy", ("--jobs", str(os.cpu_count()), "--output-sync=target", "tidy"), NATIVE),
         NativeTests("native-asan", ("native-asan",), NATIVE),
         NativeTests("native-tsan", ("native-tsan",), NATIVE),
-        # The start of processes is most of it: ranks are copies here, and by themselves in `make test`.
+        # Ranks are copies here, which start sooner; in `make test` they start by themselves.
         PythonTests("slow-tests", ("pytest", "PHALANX_PRELOAD=torch", "SELECT=slow and not long")),
         # What `make test` shows of operations, without direct calls.
         PythonTests(
