@@ -45,7 +45,8 @@ def start(replace_backends: Callable[[], None]) -> bool:
             must not have been replaced, as the launcher's options decide about that.
 
     Returns:
-        False in the launcher. True in a rank that has come to the end of its script.
+        False in the launcher. True in a rank that has come to the end of its script, and in the
+        process that is copied when it is not needed any more.
 
     Raises:
         UsageError: The variable is malformed, or a module cannot be imported.
@@ -68,7 +69,8 @@ def start(replace_backends: Callable[[], None]) -> bool:
         descriptors = own
         pid = os.fork()
         if pid:
-            os.setpgid(pid, pid)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, as `Copies` will notice
+                os.setpgid(pid, pid)
             return AdoptedHandler(pid)
         os.setpgid(0, 0)
         die_with_parent(launcher)
