@@ -52,11 +52,11 @@ struct SchedulingAttributes {
 // Whether the calling thread has been woken late, as other threads had the cores.
 thread_local bool wakes_late = false;
 
-// Short time slices for the calling thread while it sleeps, if it is woken late: since Linux 6.12, a
-// thread that wakes up then runs before others in the middle of longer slices. Its share of the
+// Short time slices for the calling thread while it sleeps, if it is woken late: since Linux 6.12,
+// a thread that wakes up then runs before others in the middle of longer slices. Its share of the
 // processor stays the same. Only the wake-up needs them. So the thread runs with its own again, and
-// so do the threads and processes that it starts, which inherit them. Kernels and containers that do
-// not allow that change nothing.
+// so do the threads and processes that it starts, which inherit them. Kernels and containers that
+// do not allow that change nothing.
 class ShortSlices {
  public:
   ShortSlices() {
