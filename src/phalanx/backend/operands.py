@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from phalanx import _native
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.torch_versions import has_internal_overlap
+from phalanx.torch_versions import has_internal_overlap, has_python_key
 
 _log = logging.getLogger("phalanx")
 _warned: set[str] = set()
@@ -139,7 +139,8 @@ def prepare_input(tensor: torch.Tensor, operation: str) -> torch.Tensor:
     is_usable = tensor.is_cpu and tensor.layout is _STRIDED
     if not is_usable:
         _check_layout_and_device(tensor, operation)
-    if tensor.data_ptr() == 0 and tensor.numel():
+    # A wrapper has no memory of its own, and its class runs the operation.
+    if tensor.data_ptr() == 0 and tensor.numel() and not has_python_key(tensor):
         raise UsageError(
             f"{operation}: the memory of the tensor, {format_tensor(tensor)}, was freed "
             "(untyped_storage().resize_(0)): allocate it again first"
