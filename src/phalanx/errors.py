@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed import DistBackendError
 
+from phalanx.usage_errors import ArgumentTypeError, UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -181,26 +183,5 @@ class CheckpointError(RuntimeError):
 
     Example:
         >>> issubclass(phalanx.CheckpointError, RuntimeError)
-        True
-    """
-
-
-class UsageError(ValueError, RuntimeError):
-    """An invalid argument or call; the message has the value, the expected value and a fix.
-
-    Example:
-        >>> try:
-        ...     phalanx.launch(print, 0)
-        ... except phalanx.UsageError as error:
-        ...     print(error)
-        nprocs is 0: expected at least 1
-    """
-
-
-class ArgumentTypeError(UsageError, TypeError):
-    """An argument of a wrong type, for which PyTorch raises TypeError.
-
-    Example:
-        >>> issubclass(phalanx.ArgumentTypeError, TypeError)
         True
     """

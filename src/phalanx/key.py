@@ -18,7 +18,7 @@ import secrets
 import stat
 
 from phalanx import env
-from phalanx.errors import UsageError
+from phalanx.usage_errors import UsageError
 
 SIZE = 32
 """The size of a key in bytes."""

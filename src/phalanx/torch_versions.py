@@ -125,17 +125,6 @@ def has_functional_op(name: str) -> bool:
     return hasattr(torch.ops._c10d_functional, name)
 
 
-def shutdown_timeout(options: object, default: int | None = None) -> int | None:
-    """Return torchrun's --shutdown-timeout from its parsed options or its configuration.
-
-    Args:
-        options: The `Namespace` of torchrun's parser, or its `LaunchConfig`.
-        default: The value to return if torchrun has no such option, as in 2.11.
-    """
-    timeout: int | None = getattr(options, "shutdown_timeout", default)
-    return timeout
-
-
 @contextlib.contextmanager
 def start_processes_by(start: Callable[..., Any] | None) -> Iterator[None]:
     """Have PyTorch's agent start processes by another function.

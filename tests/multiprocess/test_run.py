@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.launcher.options import make_job, parse_arguments, rendezvous_timeout
+from phalanx.launcher.arguments import parse_arguments
+from phalanx.launcher.options import make_job, rendezvous_timeout
 from phalanx.launcher.rendezvous import open_rendezvous
 
 BACKEND = "phalanx"

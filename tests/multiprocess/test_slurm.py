@@ -18,7 +18,8 @@ import torch.distributed as dist
 from phalanx import env
 from phalanx.errors import UsageError
 from phalanx.launcher import slurm
-from phalanx.launcher.options import make_job, parse_arguments
+from phalanx.launcher.arguments import parse_arguments
+from phalanx.launcher.options import make_job
 from phalanx.launcher.slurm import SlurmStep, _listen_address
 from phalanx.launcher.store import join_store
 from phalanx.system.polling import wait_until

@@ -13,7 +13,8 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx import env
 from phalanx.backend import replace
 from phalanx.errors import UsageError
-from phalanx.launcher.options import make_job, parse_arguments
+from phalanx.launcher.arguments import parse_arguments
+from phalanx.launcher.options import make_job
 
 NAMES = {"gloo": ("gloo",), " Gloo, MPI": ("gloo", "mpi"), "tcp,mpi,tcp": ("tcp", "mpi")}
 

@@ -10,7 +10,8 @@ import pytest
 
 from phalanx import key as keys
 from phalanx.errors import UsageError
-from phalanx.launcher.options import as_words, make_job, parse_arguments
+from phalanx.launcher.arguments import as_words, parse_arguments
+from phalanx.launcher.options import make_job
 from phalanx.launcher.ssh.plan import (
     HostSpec,
     Plan,

@@ -2,7 +2,8 @@
 
 A subcommand's module defines `command`, a function that typer turns into options and help, and,
 if it needs them, `SETTINGS` for `typer.Typer.command`. It imports torch, and whatever imports
-torch, inside the function, so that `phalanx --help` is fast.
+torch, inside the function, if at all: help, a wrong argument and the records of a job need no
+torch, and are answered at once.
 
 `phalanx.system.processes.ExitCode` has the exit codes. Expected errors are printed in one line,
 without a stack trace.
@@ -11,13 +12,19 @@ without a stack trace.
 import importlib
 import io
 import os
+import shlex
 import sys
-from importlib import metadata
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phalanx.cli.flags import Command, Group
 from phalanx.system.processes import ExitCode
+from phalanx.system.suggestions import suggest
+from phalanx.usage_errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["COMMANDS", "main", "make_app"]
 
@@ -27,10 +34,11 @@ COMMANDS = (
 )
 
 
-def make_app() -> typer.Typer:
-    """Return the command with all subcommands, whose modules this imports."""
+def make_app(commands: "Sequence[str]" = COMMANDS) -> typer.Typer:
+    """Return the command with these subcommands, whose modules this imports."""
     documentation = _describe_documentation()
     app = typer.Typer(
+        cls=Group,
         help="Distributed PyTorch in shared memory: start ranks; inspect jobs that run, hang or "
         "have died; check and measure a machine and its network.",
         no_args_is_help=True,
@@ -40,9 +48,9 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_options)
-    for name in COMMANDS:
+    for name in commands:
         module: Any = importlib.import_module(f"phalanx.cli.{name}")
-        settings: dict[str, Any] = dict(getattr(module, "SETTINGS", {}))
+        settings: dict[str, Any] = {"cls": Command, **getattr(module, "SETTINGS", {})}
         settings["epilog"] = _join(settings.get("epilog", ""), documentation)
         app.command(name, **settings)(module.command)
     return app
@@ -50,6 +58,8 @@ def make_app() -> typer.Typer:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        from importlib import metadata
+
         print(f"phalanx {metadata.version('phalanx')}, torch {metadata.version('torch')}")
         raise typer.Exit
 
@@ -67,9 +77,10 @@ def main() -> None:
     """Run the command in `sys.argv` and exit with its code."""
     _escape_unencodable()
     try:
-        if sys.argv[1:2] == ["run"] and os.environ.get("PHALANX_PRELOAD") and _has_been_rank():
+        name = _find_command(sys.argv[1:])
+        if name == "run" and os.environ.get("PHALANX_PRELOAD") and _has_been_rank():
             return
-        make_app()(prog_name="phalanx")
+        make_app([name] if name else COMMANDS)(prog_name="phalanx")
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
     except Exception as error:
@@ -80,6 +91,25 @@ def main() -> None:
         sys.exit(code)
     finally:
         _flush_stdout()
+
+
+def _find_command(words: "Sequence[str]") -> str:
+    """Return the subcommand that these words call; empty if they begin with an option.
+
+    Raises:
+        UsageError: There is no such command.
+    """
+    word = words[0] if words else ""
+    if word in COMMANDS:
+        return word
+    has_script = os.path.isfile(word) or any(each.endswith(".py") for each in words)
+    if has_script and word not in ("-h", "--help", "--version"):
+        hint = f"; did you mean `phalanx run {shlex.join(words)}`?"
+    elif not word or word.startswith("-"):
+        return ""
+    else:
+        hint = suggest(word, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
+    raise UsageError(f"there is no command {word!r}{hint}")
 
 
 def _has_been_rank() -> bool:
@@ -115,12 +145,11 @@ def _exit_code(error: Exception) -> int | None:
     """Return the code for an error of the user, of Phalanx or of a file; None for a bug."""
     if isinstance(error, OSError) and error.filename is not None:
         return ExitCode.FAILURE
-    errors = sys.modules.get("phalanx.errors")  # if it is not loaded, the error is from elsewhere
-    if errors is None:
-        return None
-    if isinstance(error, errors.UsageError):
+    if isinstance(error, UsageError):
         return ExitCode.USAGE
-    return ExitCode.FAILURE if isinstance(error, errors.PhalanxError) else None
+    errors = sys.modules.get("phalanx.errors")  # if it is not loaded, the error is from elsewhere
+    is_own = errors is not None and isinstance(error, errors.PhalanxError)
+    return ExitCode.FAILURE if is_own else None
 
 
 def _describe_error(error: Exception) -> str:
@@ -135,6 +164,8 @@ def _join(*paragraphs: str) -> str:
 
 def _describe_documentation() -> str:
     """Return where the documentation is; empty until `project.urls` of pyproject.toml names it."""
+    from importlib import metadata
+
     for entry in metadata.metadata("phalanx").get_all("Project-URL", []):
         label, _, address = entry.partition(", ")
         if label == "Documentation":

@@ -116,7 +116,7 @@ def command(
     """Run the measurement and show a row for each size when it is complete."""
     from phalanx.bench import results
     from phalanx.bench.plot import check_plot
-    from phalanx.errors import UsageError
+    from phalanx.usage_errors import UsageError
 
     if stored is not None:
         if plot is None:
@@ -162,7 +162,7 @@ def make_plans(
     from phalanx.bench.operations import ALGORITHMS, OPERATIONS, STORAGE
     from phalanx.bench.plan import Plan, parse_names, parse_rank_counts, parse_sizes
     from phalanx.bench.systems import MPI, SYSTEMS
-    from phalanx.errors import UsageError
+    from phalanx.usage_errors import UsageError
 
     dtypes = parse_names(dtype, "dtype", STORAGE)
     known: list[str] = list(SYSTEMS)

@@ -83,8 +83,8 @@ def command(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from phalanx.doctor.peers import ranks
     from phalanx.doctor.peers.ssh import measure_over_ssh, parse_peer_names, serve_stdin
-    from phalanx.errors import UsageError
     from phalanx.system.ssh import parse_ssh_command
+    from phalanx.usage_errors import UsageError
 
     if answer:
         serve_stdin()

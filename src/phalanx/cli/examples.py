@@ -29,7 +29,7 @@ def command(
 ) -> None:
     """Copy the programs."""
     if directory.exists():
-        from phalanx.errors import UsageError
+        from phalanx.usage_errors import UsageError
 
         raise UsageError(f"{directory} exists: choose another directory, or remove it first")
     source = next(path for path in _SOURCES if path.is_dir())

@@ -56,7 +56,7 @@ def command(
     """List or remove jobs."""
     if remove or remove_ended:
         if as_json or output is not None:
-            from phalanx.errors import UsageError
+            from phalanx.usage_errors import UsageError
 
             raise UsageError("--json and --output are for the list of jobs: omit them or --remove")
         _remove(remove or [], ended=remove_ended)

@@ -46,7 +46,7 @@ def check_writable(path: Path | None, option: str = "--output") -> None:
     """
     if path is None:
         return
-    from phalanx.errors import UsageError
+    from phalanx.usage_errors import UsageError
 
     folder = path.absolute().parent
     if path.is_dir():
@@ -63,7 +63,7 @@ def open_output(path: Path, option: str = "--output") -> TextIO:
     Raises:
         UsageError: It cannot be written.
     """
-    from phalanx.errors import UsageError
+    from phalanx.usage_errors import UsageError
 
     try:
         return path.open("w", encoding="utf-8")

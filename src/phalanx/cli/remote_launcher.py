@@ -155,7 +155,7 @@ def _run(start: dict[str, Any], finished: threading.Event) -> dict[str, Any]:
     load_torch_quietly()
     from phalanx import key as keys
     from phalanx.errors import PhalanxError, UsageError
-    from phalanx.launcher.options import parse_arguments
+    from phalanx.launcher.arguments import parse_arguments
     from phalanx.launcher.run import run
 
     key = keys.to_sealed_memory(bytes.fromhex(start["key"]))

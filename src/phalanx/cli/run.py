@@ -7,7 +7,9 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand
+
+from phalanx.cli.flags import Command
+from phalanx.system.processes import ExitCode
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -43,7 +45,7 @@ _HELP = "\n\n".join(
 )
 
 
-class _UnparsedCommand(TyperCommand):
+class _UnparsedCommand(Command):
     """A command that leaves its arguments to the function; the options only appear in the help."""
 
     def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
@@ -262,9 +264,7 @@ def command(
     ] = None,
 ) -> None:
     """Run a Python script on several ranks; the arguments are in `context`."""
-    load_torch_quietly()
-    from phalanx.launcher.options import HelpRequested, parse_arguments
-    from phalanx.launcher.run import run
+    from phalanx.launcher.arguments import HelpRequested, parse_arguments
 
     try:
         args = parse_arguments(context.args)
@@ -273,6 +273,9 @@ def command(
         return
     if args.hosts is not None:
         _run_on_hosts(args)
+    load_torch_quietly()
+    from phalanx.launcher.run import run
+
     outcome = run(args)
     if outcome.report:
         sys.stderr.write(f"phalanx run: {outcome.report}\n")
@@ -280,19 +283,31 @@ def command(
         sys.stderr.write(f"To see what the ranks of this host did: phalanx explain {outcome.job}\n")
     elif outcome.job:
         _explain(outcome.job)
+    _note_misplaced_options(args, outcome.code)
     raise typer.Exit(outcome.code)
 
 
 def _run_on_hosts(args: "Namespace") -> NoReturn:
-    from phalanx.launcher.options import as_words
-    from phalanx.launcher.ssh.job import run_on_hosts
+    from phalanx.launcher.arguments import as_words
     from phalanx.launcher.ssh.plan import make_plan
 
     plan = make_plan(args, as_words(args))
+    load_torch_quietly()
+    from phalanx.launcher.ssh.job import run_on_hosts
+
     outcome = run_on_hosts(plan)
     if outcome.report:
         sys.stderr.write(f"phalanx run: {outcome.report}\n{outcome.explanation}")
+    _note_misplaced_options(args, outcome.code)
     raise typer.Exit(outcome.code)
+
+
+def _note_misplaced_options(args: "Namespace", code: int) -> None:
+    """Tell of options after the script, if it ended as argparse ends a program for wrong ones."""
+    from phalanx.launcher.arguments import describe_misplaced_options
+
+    if code == ExitCode.USAGE and (note := describe_misplaced_options(args)):
+        sys.stderr.write(f"phalanx run: note: {note}\n")
 
 
 def explanation(job: str, encoding: str, host: str = "", console: "Console | None" = None) -> str:
@@ -304,10 +319,10 @@ def explanation(job: str, encoding: str, host: str = "", console: "Console | Non
         host: The host on which the command works; empty for this one.
         console: The console on which the text is shown in colours; None for plain text.
     """
-    from phalanx.errors import UsageError
     from phalanx.observe.escape import escape
     from phalanx.observe.explain import as_text, explain
     from phalanx.observe.job_reader import read_job
+    from phalanx.usage_errors import UsageError
 
     try:
         recorded_job = read_job(job)

@@ -49,9 +49,9 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Write the timeline of a job."""
-    from phalanx.errors import UsageError
     from phalanx.observe.job_reader import read_job
     from phalanx.observe.trace import check
+    from phalanx.usage_errors import UsageError
 
     check()
     found = read_job(job)
@@ -94,7 +94,7 @@ def _write(path: Path, job: "Job", force: bool) -> "list[OperationCounts]":
 
 
 def _open(path: Path, force: bool) -> IO[bytes]:
-    from phalanx.errors import UsageError
+    from phalanx.usage_errors import UsageError
 
     try:
         return path.open("wb" if force else "xb")
@@ -107,7 +107,7 @@ def _open(path: Path, force: bool) -> IO[bytes]:
 
 
 def _make_write_error(path: Path, error: OSError) -> Exception:
-    from phalanx.errors import UsageError
+    from phalanx.usage_errors import UsageError
 
     return UsageError(f"can't write {path} ({error.strerror}): choose another file with --output")
 

@@ -133,9 +133,9 @@ class _Readings:
         return succeeded, f"Job {name} {text}.{hint}"
 
     def __iter__(self) -> Iterator["Job"]:
-        from phalanx.errors import UsageError
         from phalanx.observe.job_reader import read_job
         from phalanx.observe.watch import get_history_length
+        from phalanx.usage_errors import UsageError
 
         ended_since: float | None = None
         while True:

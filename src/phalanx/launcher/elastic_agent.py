@@ -44,7 +44,8 @@ from phalanx.launcher.rendezvous import HostRendezvous
 from phalanx.launcher.store import HOST
 from phalanx.observe.launcher_log_writer import LauncherLogWriter
 from phalanx.system.processes import signal_exit_code, signal_group
-from phalanx.torch_versions import shutdown_timeout, start_processes_by
+from phalanx.torch_sources import shutdown_timeout
+from phalanx.torch_versions import start_processes_by
 
 # Time for the forwarder to see the exits of ranks that the agent has stopped.
 _EXIT_SECONDS = 1.0

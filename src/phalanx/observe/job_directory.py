@@ -554,7 +554,7 @@ def _enumerate_names(found: Sequence[str]) -> str:
 
 def _make_usage_error(message: str) -> ValueError:
     # Imported here because it imports torch: `phalanx jobs` must respond at once.
-    from phalanx.errors import UsageError
+    from phalanx.usage_errors import UsageError
 
     return UsageError(message)
 

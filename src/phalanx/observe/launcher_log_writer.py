@@ -17,7 +17,6 @@ import time
 from typing import Any
 
 from phalanx import env
-from phalanx.errors import UsageError
 from phalanx.observe.job_directory import (
     LAUNCHER_LOG_FILE,
     JobDirectory,
@@ -25,6 +24,7 @@ from phalanx.observe.job_directory import (
     prune,
 )
 from phalanx.system.processes import ExitCode
+from phalanx.usage_errors import UsageError
 
 _log = logging.getLogger("phalanx")
 

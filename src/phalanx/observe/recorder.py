@@ -16,7 +16,6 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat, SupportsIndex
 
 from phalanx import _native, env
-from phalanx.errors import UsageError
 from phalanx.observe import exception_hook
 from phalanx.observe.job_directory import (
     JobDirectory,
@@ -26,6 +25,7 @@ from phalanx.observe.job_directory import (
     prune,
 )
 from phalanx.observe.recorder_reader import ended_well, read_recorder
+from phalanx.usage_errors import UsageError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time

@@ -19,11 +19,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from phalanx.errors import UsageError
 from phalanx.observe.escape import escape
 from phalanx.observe.exit_reasons import determine_exit, get_clock_offset, get_last_record_time
 from phalanx.observe.wait_time import get_wait_interval
 from phalanx.system.extras import install_command
+from phalanx.usage_errors import UsageError
 
 if TYPE_CHECKING:
     from phalanx.observe.exit_reasons import ExitStatus

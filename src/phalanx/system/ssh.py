@@ -14,6 +14,7 @@ import subprocess
 from typing import TYPE_CHECKING, Any
 
 from phalanx.system.processes import ChildProcess
+from phalanx.usage_errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,8 +42,6 @@ def parse_ssh_command(text: str, option: str = "--hosts") -> list[str]:
     Raises:
         UsageError: The value cannot be parsed, or there is no such program.
     """
-    from phalanx.errors import UsageError  # imports torch, which the launchers of hosts delay
-
     try:
         words = shlex.split(text)
     except ValueError as error:

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx import key as keys
-from phalanx.errors import UsageError
 from phalanx.system.ssh import parse_ssh_command
-from phalanx.torch_versions import shutdown_timeout
+from phalanx.torch_sources import shutdown_timeout
+from phalanx.usage_errors import UsageError
 
 HOST_OPTIONS = ("hosts", "export", "ssh", "remote_python")
 """The names of the options that only a job over many hosts has."""
