@@ -143,7 +143,10 @@ def test_bad_environment(alone, environ, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"backend": "glo"}, "backend is 'glo': expected an available one of"),
+        (
+            {"backend": "glo"},
+            "backend is 'glo': 'glo' does not exist; expected one of .*did you mean 'gloo'",
+        ),
         ({"backend": 3}, "backend is 3"),
         ({"timeout": 0}, "timeout is 0"),
         ({"timeout": float("inf")}, "timeout is inf"),

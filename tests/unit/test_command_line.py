@@ -142,7 +142,7 @@ def test_the_help_links_to_the_documentation_once_it_has_an_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     published = Message()
-    monkeypatch.setattr("phalanx.cli.metadata.metadata", lambda _name: published)
+    monkeypatch.setattr("importlib.metadata.metadata", lambda _name: published)
     _, text, _ = phalanx(*command, "--help")
     assert "Documentation" not in text
     published["Project-URL"] = "Issues, https://example.org/issues"
@@ -256,7 +256,10 @@ def on_terminal(arguments: Any, environment: dict[str, str], folder: Path) -> by
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("unknown", "No such command 'unknown'"),
+        ("unknown", "there is no command 'unknown': expected one of run, jobs, explain"),
+        ("rnu train.py --lr 1", "did you mean `phalanx run train.py --lr 1`?"),
+        ("train.py --lr 1", "did you mean `phalanx run train.py --lr 1`?"),
+        ("--elastic train.py", "did you mean `phalanx run --elastic train.py`?"),
         ("--unknown", "No such option: --unknown"),
         ("run", "no script: expected `phalanx run [OPTIONS] SCRIPT [ARGS]...`"),
         ("run --unknown train.py", "unrecognized arguments: --unknown"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,12 +43,6 @@ def test_doctor_notes_another_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     (_, found, *_) = software.check_versions()
     assert found.level == "note"
     assert found.message.startswith("torch 2.99.0, ")
-
-
-def test_the_shutdown_timeout_of_torchrun() -> None:
-    assert torch_versions.shutdown_timeout(Namespace(shutdown_timeout=7)) == 7
-    assert torch_versions.shutdown_timeout(Namespace(shutdown_timeout=None), 10) is None
-    assert torch_versions.shutdown_timeout(Namespace(), 10) == 10
 
 
 def version_checks(tree: ast.AST) -> Iterator[int]:

@@ -9,22 +9,24 @@ torch, and are answered at once.
 without a stack trace.
 """
 
+from __future__ import annotations
+
+import contextlib
 import importlib
 import io
 import os
 import shlex
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from phalanx.cli.flags import Command, Group
 from phalanx.system.processes import ExitCode
-from phalanx.system.suggestions import suggest
+from phalanx.system.suggestions import find_similar
 from phalanx.usage_errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import typer
 
 __all__ = ["COMMANDS", "main", "make_app"]
 
@@ -34,9 +36,12 @@ COMMANDS = (
 )
 
 
-def make_app(commands: "Sequence[str]" = COMMANDS) -> typer.Typer:
+def make_app(commands: Sequence[str] = COMMANDS) -> typer.Typer:
     """Return the command with these subcommands, whose modules this imports."""
-    documentation = _describe_documentation()
+    import typer
+
+    from phalanx.cli.help import Command, Group, options
+
     app = typer.Typer(
         cls=Group,
         help="Distributed PyTorch in shared memory: start ranks; inspect jobs that run, hang or "
@@ -44,33 +49,13 @@ def make_app(commands: "Sequence[str]" = COMMANDS) -> typer.Typer:
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
-        epilog=_join(_describe_exit_codes(), documentation),
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(_options)
+    app.callback()(options)
     for name in commands:
         module: Any = importlib.import_module(f"phalanx.cli.{name}")
-        settings: dict[str, Any] = {"cls": Command, **getattr(module, "SETTINGS", {})}
-        settings["epilog"] = _join(settings.get("epilog", ""), documentation)
-        app.command(name, **settings)(module.command)
+        app.command(name, **{"cls": Command, **getattr(module, "SETTINGS", {})})(module.command)
     return app
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        from importlib import metadata
-
-        print(f"phalanx {metadata.version('phalanx')}, torch {metadata.version('torch')}")
-        raise typer.Exit
-
-
-def _options(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the versions."),
-    ] = False,
-) -> None:
-    """Declare the options of the command itself."""
 
 
 def main() -> None:
@@ -78,8 +63,10 @@ def main() -> None:
     _escape_unencodable()
     try:
         name = _find_command(sys.argv[1:])
-        if name == "run" and os.environ.get("PHALANX_PRELOAD") and _has_been_rank():
-            return
+        if name == "run":
+            _check_arguments(sys.argv[2:])
+            if os.environ.get("PHALANX_PRELOAD") and _has_been_rank():
+                return
         make_app([name] if name else COMMANDS)(prog_name="phalanx")
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
@@ -93,23 +80,38 @@ def main() -> None:
         _flush_stdout()
 
 
-def _find_command(words: "Sequence[str]") -> str:
+def _find_command(words: Sequence[str]) -> str:
     """Return the subcommand that these words call; empty if they begin with an option.
 
     Raises:
         UsageError: There is no such command.
     """
     word = words[0] if words else ""
-    if word in COMMANDS:
-        return word
-    has_script = os.path.isfile(word) or any(each.endswith(".py") for each in words)
-    if has_script and word not in ("-h", "--help", "--version"):
-        hint = f"; did you mean `phalanx run {shlex.join(words)}`?"
-    elif not word or word.startswith("-"):
-        return ""
+    if word in ("", "-h", "--help", "--version", *COMMANDS):
+        return word if word in COMMANDS else ""
+    is_option = word.startswith("-")
+    has_script = any(each.endswith(".py") for each in words)
+    if word.endswith(".py") or os.path.isfile(word) or (is_option and has_script):
+        meant = ["run", *words]  # the most frequent command, forgotten
+    elif is_option:
+        return ""  # typer has an answer
+    elif similar := find_similar(word, COMMANDS):
+        meant = [similar, *words[1:]]
     else:
-        hint = suggest(word, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
-    raise UsageError(f"there is no command {word!r}{hint}")
+        raise UsageError(f"there is no command {word!r}: expected one of {', '.join(COMMANDS)}")
+    raise UsageError(f"there is no command {word!r}; did you mean `phalanx {shlex.join(meant)}`?")
+
+
+def _check_arguments(words: Sequence[str]) -> None:
+    """Check the arguments of `phalanx run`, before typer and what is to be preloaded are imported.
+
+    Raises:
+        UsageError: An argument is wrong.
+    """
+    from phalanx.launcher.arguments import HelpRequested, parse_arguments
+
+    with contextlib.suppress(HelpRequested):
+        parse_arguments(words)
 
 
 def _has_been_rank() -> bool:
@@ -156,24 +158,3 @@ def _describe_error(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)
-
-
-def _join(*paragraphs: str) -> str:
-    return "\n\n".join(filter(None, paragraphs))
-
-
-def _describe_documentation() -> str:
-    """Return where the documentation is; empty until `project.urls` of pyproject.toml names it."""
-    from importlib import metadata
-
-    for entry in metadata.metadata("phalanx").get_all("Project-URL", []):
-        label, _, address = entry.partition(", ")
-        if label == "Documentation":
-            return f"Documentation: {address}"
-    return ""
-
-
-def _describe_exit_codes() -> str:
-    """Return the table of exit codes, one paragraph for rich's markup."""
-    lines = (f"{code:>7}  {meaning}" for code, meaning in ExitCode.MEANINGS.items())
-    return "\n".join(["Exit codes:", *lines])

@@ -41,11 +41,12 @@ def command(
     """Read a job and print its explanation."""
     import sys
 
-    from phalanx.observe.explain import as_json, as_text, explain
     from phalanx.observe.job_reader import read_job
 
     check_writable(output)
     found = read_job(job)
+    from phalanx.observe.explain import as_json, as_text, explain
+
     if json or output is not None:
         write_json(as_json(found), json, output)
     if json:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from phalanx.cli.flags import Command
+from phalanx.cli.help import Command
 from phalanx.system.processes import ExitCode
 
 if TYPE_CHECKING:

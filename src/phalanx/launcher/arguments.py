@@ -101,11 +101,12 @@ class _Parser(ArgumentParser):
         if name == "--hostfile":
             return f"; did you mean `--hosts @{value or 'FILE'}`?"
         names = [each for each in self._option_string_actions if "_" not in each]
-        similar = _OTHER_NAMES.get(name) or (len(name) > 2 and find_similar(name, names))
+        similar = _OTHER_NAMES.get(name, "") or find_similar(name, names)
         if not similar:
             return ""
-        takes_value = self._option_string_actions[similar].nargs != 0
-        return f"; did you mean `{' '.join(filter(None, (similar, takes_value and value)))}`?"
+        if value and self._option_string_actions[similar].nargs != 0:
+            similar = f"{similar} {value}"
+        return f"; did you mean `{similar}`?"
 
 
 def make_parser() -> _Parser:
@@ -436,14 +437,14 @@ def _check_script(args: Namespace) -> None:
 
 
 def _check_module(module: str) -> None:
+    if module.endswith(".py") and os.path.isfile(module):
+        raise UsageError(f"-m is for modules: omit it to run the script {module!r}")
     top = module.partition(".")[0]
     search_path = [os.getcwd(), *sys.path]
     if top not in sys.builtin_module_names and not (
         importlib.machinery.PathFinder.find_spec(top, search_path)
     ):
         hint = suggest(top, (name.removesuffix(".py") for name in _list_directory(".")))
-        if os.path.isfile(module):
-            hint = f"; {module!r} is a file: omit -m"
         raise UsageError(f"there is no module {top!r}, in {os.getcwd()} or installed{hint}")
 
 

@@ -17,6 +17,7 @@ from phalanx import env, torch_versions, transports
 from phalanx.env import RankAssignment, assigned_ranks
 from phalanx.errors import UsageError
 from phalanx.launcher.store import report_slow_store
+from phalanx.system.suggestions import suggest
 
 
 @dataclass(frozen=True)
@@ -204,8 +205,13 @@ def _form_group(
     names = [part.rpartition(":")[2] for part in str(backend).split(",")]
     for name in names:
         if not dist.is_backend_available(name):
-            available = ", ".join(name for name in dist.Backend.backend_list if name != "undefined")
-            raise UsageError(f"backend is {backend!r}: expected an available one of {available}")
+            known = [each for each in dist.Backend.backend_list if each != "undefined"]
+            available = [each for each in known if dist.is_backend_available(each)]
+            reason = "is not part of this build of PyTorch" if name in known else "does not exist"
+            raise UsageError(
+                f"backend is {backend!r}: {name!r} {reason}; expected one of "
+                f"{', '.join(available)}{suggest(name, available)}"
+            )
     # Default arguments in this module capture the group that exists when it is first imported (for
     # example by the first optimizer). They would keep the group and its threads alive after
     # destroy_process_group().
