@@ -72,7 +72,7 @@ dist.destroy_process_group()
         f"phalanx.{name}"
         for name in (
             "_native address backend transports env errors observe system topology torch_layouts "
-            "torch_versions"
+            "torch_versions usage_errors"
         ).split()
     }
     assert "phalanx.hierarchical" not in names
