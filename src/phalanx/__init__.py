@@ -5,9 +5,11 @@ General layout, from the bottom up (dependencies point downward only):
 - `_native`: the C++ core: the segment that the ranks of a host share, waiting, reductions,
   collectives and messages. It does not depend on Python objects or torch.
 - `errors`, `env`: all exceptions and all environment variables. They import nothing else of the
-  package.
+  package but `usage_errors`.
 - `system`: operating system utilities that every layer may use: processes, ssh, host identity,
   polling, signals.
+- `usage_errors`, `torch_sources`: the exceptions for wrong calls, and torchrun's options, for
+  commands that answer before torch is imported, or without it.
 - `torch_versions`: the differences between versions of PyTorch.
 - `key`: the job's key, which authenticates its processes.
 - `address`: the address at which other hosts reach this machine.

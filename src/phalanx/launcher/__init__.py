@@ -2,9 +2,10 @@
 
 - `launch` runs a function on several ranks of this machine and returns their results. `worker` is
   the program of each rank.
-- `run` is `phalanx run` on one host; `options` parses its command line. `elastic_agent` stands on
-  PyTorch's elastic agent. `rank_replacement` replaces the lost ranks of an elastic job by
-  processes of `newcomers`, which `spare` makes ready, as copies of a `spare_template`.
+- `run` is `phalanx run` on one host. `arguments` parses and checks its command line without torch,
+  and `options` makes the job's parameters. `elastic_agent` stands on PyTorch's elastic agent.
+  `rank_replacement` replaces the lost ranks of an elastic job by processes of `newcomers`, which
+  `spare` makes ready, as copies of a `spare_template`.
   `rank_bootstrap` ties a rank's lifetime to its parent's.
 - For several hosts, `rendezvous` connects the launchers, `job_coordinator` exchanges failures
   between them, and `ssh` starts the hosts from one shell. `tunnel` authenticates the

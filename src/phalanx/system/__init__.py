@@ -7,6 +7,7 @@
 - `ssh`: programs on other hosts, connected through ssh.
 - `host_identity`: the host and the namespaces of a process, and the proof that two share memory.
 - `pickling`: functions by value, with the locations of their source.
+- `suggestions`: the word that is probably meant by a mistyped one.
 - `polling`: attempts with growing pauses, and an eventfd by which threads wake each other.
 
 Nothing here imports a layer above `errors` and `env`.
