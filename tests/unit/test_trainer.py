@@ -249,6 +249,17 @@ def test_completed_run_is_reported(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "the run is complete, nothing is left to train" in capsys.readouterr().err
 
 
+def test_a_printed_result_is_short() -> None:
+    result = trainer(epochs=2, evaluate=DATA).fit()
+    number = r"\d+(\.\d+)?(e-\d+)?"
+    assert re.fullmatch(
+        rf"Result\(step=10, epoch=2, loss={number}, evaluation={{'loss': {number}}}, "
+        r"losses=\[10 values\]\)",
+        repr(result),
+    )
+    assert repr(result).split("loss=")[1].startswith(f"{result.losses[-1]:.4g},")
+
+
 def test_warns_outside_main_thread(caplog: pytest.LogCaptureFixture) -> None:
     def work() -> None:
         with PreemptionHandler() as preemption:
