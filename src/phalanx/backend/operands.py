@@ -27,8 +27,8 @@ _MIN_PINNED = 64 * 2**10
 """The size in bytes from which a copy of a CUDA tensor is in memory that is not swapped out."""
 
 has_met_wrapper = False
-"""True if an operation of this process has met a wrapper (see `instrumentation`). If none has, lists
-of tensors need not be searched for them."""
+"""True if an operation of this process has met a wrapper (see `instrumentation`). Otherwise, no
+operation need be searched for one."""
 
 DTYPE_CODES: dict[torch.dtype, int] = {
     getattr(torch, name): code for name, code in _native.DTYPES.items()
