@@ -39,6 +39,9 @@ SOURCES := $(shell find native -name '*.cpp')
 CMAKE_LISTS := CMakeLists.txt $(shell find native -name CMakeLists.txt)
 
 section = @printf '\n== %s\n' "$(1)"
+# A step of the set-up, and a command in it that takes minutes.
+step = $(call section,Set-up $(1)/$(if $(filter train setup,$(MAKECMDGOALS)),4,5): $(2))
+quietly = @python tools/setup_step.py
 submake = @$(MAKE) --no-print-directory
 
 .PHONY: help setup setup-dev train test stability lint format native-test native-plain native-asan \
@@ -58,7 +61,9 @@ setup: $(VENV)/.package ## make .venv with torch, the package and what the examp
 setup-dev: $(VENV)/.package $(VENV)/.dev ## the same, and every tool of the checks and tests
 
 $(VENV)/.venv:
-	$(call section,Making $(VENV))
+	@echo "The set-up takes about 4 minutes the first time: it downloads PyTorch, and compiles the core."
+	@echo "All of it goes to $(VENV) and build. From the second time on, it takes a second."
+	$(call step,1,making $(VENV))
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
 	  f"Phalanx needs Python 3.10 or newer, $(PYTHON) is {sys.version.split()[0]}: \
 	give another one with make PYTHON=python3.12")'
@@ -68,27 +73,27 @@ $(VENV)/.venv:
 # What [build-system] in pyproject.toml asks for, and what CMake runs. They live in .venv rather
 # than in pip's throw-away build environment, so that a changed source rebuilds only itself.
 $(VENV)/.build-tools: $(VENV)/.venv
-	$(call section,Installing the build tools)
+	$(call step,2,installing the build tools)
 	@command -v "$${CXX:-c++}" >/dev/null || \
 	  { echo "No C++ compiler found: install g++ 11 or newer, or name yours in CXX." >&2; exit 1; }
-	@pip install -qq "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.24" "ninja>=1.11"
+	$(quietly) pip install "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.24" "ninja>=1.11"
 	@touch $@
 
 # The stamp is a file of constraints: nothing that is installed later may bring another torch.
 $(VENV)/.torch-$(TORCH): $(VENV)/.build-tools
-	$(call section,Installing torch $(TORCH): this takes minutes the first time)
-	@pip install -qq torch==$(TORCH)
+	$(call step,3,installing torch $(TORCH))
+	$(quietly) pip install torch==$(TORCH)
 	@echo "torch==$(TORCH)" >$@
 
 # Editable: a change in src/phalanx needs no step at all, a change in native/ needs this one.
 $(VENV)/.package: $(VENV)/.torch-$(TORCH) pyproject.toml $(CORE)
-	$(call section,Building and installing the package)
-	@pip install -qq --no-build-isolation --editable .
+	$(call step,4,compiling and installing the package)
+	$(quietly) pip install --verbose --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/.package
-	$(call section,Installing the tools of the checks and tests)
-	@pip install -qq --no-build-isolation --editable ".[dev]" --constraint $(VENV)/.torch-$(TORCH)
+	$(call step,5,installing the tools of the checks and tests)
+	$(quietly) pip install --no-build-isolation --editable ".[dev]" --constraint $(VENV)/.torch-$(TORCH)
 	@touch $@
 
 # The rivals of `make bench`, and what draws its plots.
@@ -102,6 +107,8 @@ $(VENV)/.bench: pyproject.toml | $(VENV)/.package
 train: setup ## train a ConvNet on real digits with two processes (the main job)
 	$(call section,Training on digits with two processes)
 	@phalanx run --nproc-per-node 2 examples/train_digits.py $(ARGS)
+	@printf '\n%s\n' "Next, the tutorial's first program (docs/tutorial/index.md); your own scripts start the same way:"
+	@printf '  %s\n' "source $(BIN)/activate" "phalanx run --nproc-per-node 2 examples/tutorial/processes.py"
 
 # tools/gate.py runs all sections to the end, the failed tests again alone, and prints a table.
 test: setup-dev ## the checks and tests that find mistakes often

@@ -261,7 +261,8 @@ def run(
     RECORDS.mkdir(parents=True, exist_ok=True)
     results: list[Result] = []
     passed = json.loads(PASSED.read_text()) if PASSED.exists() else {}
-    for section in sections:
+    for number, section in enumerate(sections, 1):
+        say(f"\n== Section {number} of {len(sections)}: {section.name}")
         began = time.monotonic()
         digest = compute_digest(section.sources)
         if section.sources and passed.get(section.name) == digest:

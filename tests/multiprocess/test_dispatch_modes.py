@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import phalanx
 from tests.ranks import RankServer
 
 
@@ -154,6 +155,47 @@ def wrappers_are_unwrapped() -> None:
 
 def test_wrapper_tensors_are_handled_by_their_class(ranks: RankServer) -> None:
     ranks.run(2, wrappers_are_unwrapped)
+
+
+def wrappers_in_lists() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = torch.randn(2)
+    every = [torch.zeros(2) for _ in range(size)]
+    dist.all_gather(every, own)
+
+    def wrappers() -> list[TwoTensor]:
+        return [TwoTensor(torch.zeros(2), torch.zeros(2)) for _ in range(size)]
+
+    def check() -> None:
+        # The dispatcher finds wrappers in a list, but not in a list of lists.
+        outputs = wrappers()
+        dist.all_to_all(outputs, [own] * size)
+        for each, expected in zip(outputs, every, strict=True):
+            torch.testing.assert_close([each.a, each.b], [expected, expected], rtol=0, atol=0)
+        mixed, inputs = [own.clone(), wrappers()[0]], [torch.ones(2), *wrappers()[1:]]
+        for call in (
+            lambda: dist.all_gather(wrappers(), own),
+            lambda: dist.all_gather(mixed, own),
+            lambda: dist.all_gather(wrappers(), own, async_op=True),
+            lambda: dist.gather(own, wrappers(), rank),
+            lambda: dist.scatter(torch.zeros(2), inputs, rank),
+            lambda: dist.reduce_scatter(torch.zeros(2), wrappers()),
+            lambda: dist.reduce_scatter(torch.zeros(2), inputs),
+            lambda: dist.all_gather_coalesced([wrappers()[:1] for _ in range(size)], [own]),
+        ):
+            with pytest.raises(phalanx.UsageError, match="a wrapper without memory, TwoTensor "):
+                call()
+
+    check()
+    with RecordingMode():
+        check()
+    # The group is whole: nothing was sent.
+    dist.all_reduce(own)
+    torch.testing.assert_close(own, torch.stack(every).sum(0))
+
+
+def test_wrappers_in_lists_are_handled_by_their_class_or_rejected(ranks: RankServer) -> None:
+    ranks.run(2, wrappers_in_lists)
 
 
 def network() -> torch.nn.Module:

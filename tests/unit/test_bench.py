@@ -337,6 +337,33 @@ def test_a_plot_has_two_panels_for_each_operation(tmp_path: Path, count: int) ->
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_legend_of_a_plot_is_inside_the_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    from matplotlib.figure import Figure
+
+    medians = {name.replace("-", "_"): 30.0 for name in systems.SYSTEMS}
+    entries = [
+        Result(**{**vars(make_result(size, **medians)), "operation": name})
+        for name in ("all_reduce", "broadcast", "all_gather", "reduce")[:count]
+        for size in (4, 4 * MIB)
+    ]
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    plot(report(*entries), tmp_path / "out.png")
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    box, panels = legend.get_window_extent(), [each.get_tightbbox() for each in figure.axes]
+    assert [text.get_text() for text in legend.get_texts()] == [
+        *("Phalanx", "Phalanx, prepared operations", "Phalanx, shared tensors"),
+        *("Gloo", "Open MPI", "MPICH", "memory bandwidth limit"),
+    ]
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+    assert max(panel.y1 for panel in panels if panel) <= box.y0 < box.y1 <= figure.bbox.height
+
+
 def test_a_plot_without_results_is_rejected(tmp_path: Path) -> None:
     barrier = Result("barrier", "float32", 0, 0, 0, True, None, {"phalanx": timing(3)})
     with pytest.raises(UsageError, match="nothing to plot"):

@@ -221,7 +221,9 @@ def test_lines_without_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert out == ""
 
 
-def test_bar_in_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Return a terminal that gets what the trainer displays."""
     screen = io.StringIO()
 
     def console(**options: Any) -> Any:
@@ -232,6 +234,10 @@ def test_bar_in_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
     monkeypatch.setattr(progress, "Console", console)
     monkeypatch.setattr(progress, "_REFRESH_SECONDS", 0.0)
+    return screen
+
+
+def test_bar_in_terminal(screen: io.StringIO, tmp_path: Path) -> None:
     trainer(progress=True, epochs=2, checkpoints=tmp_path).fit()
     trainer(progress=True, epochs=3, global_batch=25, checkpoints=tmp_path).fit()
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
@@ -242,11 +248,44 @@ def test_bar_in_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert " 12/12 " in shown
 
 
+CURSOR_UP = "\x1b[1A"
+
+
+@pytest.mark.parametrize("steps", [10, 7])
+def test_bar_is_removed_at_the_end(screen: io.StringIO, steps: int) -> None:
+    trainer(progress=True, epochs=None, steps=steps).fit()
+    assert f"step {steps}/{steps}  loss" in screen.getvalue()
+    assert CURSOR_UP in screen.getvalue().rsplit("training", 1)[1]
+
+
+def test_bar_is_left_after_an_error(screen: io.StringIO) -> None:
+    def fail(step: int, _metrics: dict[str, float]) -> None:
+        if step == 7:
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        trainer(progress=True, epochs=2, on_step=fail).fit()
+    *_, bar = screen.getvalue().rsplit("training", 1)
+    assert " 7/10" in bar
+    assert CURSOR_UP not in bar
+
+
 def test_completed_run_is_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trainer(checkpoints=tmp_path).fit()
     result = trainer(progress=True, checkpoints=tmp_path).fit()
     assert (result.step, result.losses) == (5, [])
     assert "the run is complete, nothing is left to train" in capsys.readouterr().err
+
+
+def test_a_printed_result_is_short() -> None:
+    result = trainer(epochs=2, evaluate=DATA).fit()
+    number = r"\d+(\.\d+)?(e-\d+)?"
+    assert re.fullmatch(
+        rf"Result\(step=10, epoch=2, loss={number}, evaluation={{'loss': {number}}}, "
+        r"losses=\[10 values\]\)",
+        repr(result),
+    )
+    assert repr(result).split("loss=")[1].startswith(f"{result.losses[-1]:.4g},")
 
 
 def test_warns_outside_main_thread(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,14 +11,14 @@ import torch
 from torch.distributed import Work
 
 from phalanx import _native, torch_versions
-from phalanx.backend import known_failures
+from phalanx.backend import known_failures, operands
 from phalanx.backend.autograd import is_followed, warn_of_backward
 from phalanx.backend.call_site import call_site, short_site
 from phalanx.backend.collectives import NativeCall
 from phalanx.backend.failure import status_error, wait_timeout_error
 from phalanx.backend.instrumentation import (
     OperatorCall,
-    is_wrapper,
+    has_wrapper,
     record_call,
     run_observed,
 )
@@ -35,8 +35,6 @@ _Operation = tuple[str, torch.Tensor | None, int, int]
 
 DONE = FinishedWork([])
 """The work of every collective that has ended when its call returns."""
-_PLAIN = (torch.Tensor, type(None))
-"""Types that are never wrappers, which saves each operation a closer check."""
 _SMALL_BYTES = 256 * 1024
 
 
@@ -80,7 +78,7 @@ class CollectiveExecutor:
         if operator is not None and (
             active_mode_count()
             or is_profiling()
-            or (type(subject) not in _PLAIN and is_wrapper(subject))
+            or (operands.has_met_wrapper and has_wrapper(operator))
         ):
             if inputs is None:
                 inputs = [] if subject is None else [subject]

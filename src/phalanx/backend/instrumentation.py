@@ -9,7 +9,9 @@ operation in place of PyTorch's kernel, which would require a registered backend
 
 A wrapper is a tensor without memory, whose class runs operators on the tensors that it holds. Its
 operations always go through their operators: its class calls them again with the tensors that it
-holds, and the mode of this module runs those.
+holds, and the mode of this module runs those. PyTorch does not look for a class in a list of lists,
+in which `all_gather` has its outputs and `reduce_scatter` its inputs: a wrapper in one is an error
+unless the other tensor of the operation is a wrapper too.
 
 The profiler gets names and shapes as from PyTorch's own backends. Without a mode, it gets an event
 with the operator's name. A second event is named "phalanx:all_reduce" (or "gloo:all_reduce", see
@@ -30,7 +32,9 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from phalanx import _native, torch_versions
+from phalanx.backend.operands import format_tensor
 from phalanx.backend.work import CompositeWork
+from phalanx.errors import UsageError
 from phalanx.torch_versions import (
     TorchDispatchMode,
     active_mode_count,
@@ -94,6 +98,11 @@ def is_wrapper(tensor: torch.Tensor | None) -> bool:
     )
 
 
+def has_wrapper(operator: OperatorCall) -> bool:
+    """Return whether a tensor of an operation, possibly in a list, is a wrapper."""
+    return any(map(is_wrapper, tree_leaves(operator[2:])))
+
+
 def run_observed(
     operator: OperatorCall, tensors: Sequence[torch.Tensor], run: Callable[[], dist.Work]
 ) -> dist.Work:
@@ -108,9 +117,9 @@ def run_observed(
     Returns:
         The work of the operations that have run; the result of the operator if none has.
     """
-    has_wrapper = any(map(is_wrapper, tree_leaves(operator[2:])))
-    if active_mode_count() or has_wrapper:
-        return _run_through_operator(operator, run, has_wrapper)
+    is_on_wrapper = has_wrapper(operator)
+    if active_mode_count() or is_on_wrapper:
+        return _run_through_operator(operator, run, is_on_wrapper)
     handle = torch_versions.enter_event(EVENT_NAMES[operator[1]], *tensors)
     try:
         return run()
@@ -119,7 +128,7 @@ def run_observed(
 
 
 def _run_through_operator(
-    operator: OperatorCall, run: Callable[[], dist.Work], has_wrapper: bool
+    operator: OperatorCall, run: Callable[[], dist.Work], is_on_wrapper: bool
 ) -> dist.Work:
     group, method, *arguments = operator
     rank_and_size = group.rank(), group.size()
@@ -127,13 +136,13 @@ def _run_through_operator(
         _base_groups[rank_and_size] = dist.ProcessGroup(*rank_and_size)  # type: ignore[call-arg]
     execution = (
         _UnwrappingMode(group, method, arguments)
-        if has_wrapper
+        if is_on_wrapper
         else _ExecutionMode(lambda _arguments: run())
     )
     with _insert_modes(execution, _GroupSubstitutionMode(group)):
         result: dist.Work = find_method(_base_groups[rank_and_size], method)(*arguments)
     works = execution.works
-    if has_wrapper and len(works) > 1:
+    if is_on_wrapper and len(works) > 1:
         return CompositeWork(works)
     return works[-1] if works else result
 
@@ -181,9 +190,12 @@ class _UnwrappingMode(_ExecutionMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, group: dist.ProcessGroup, method: str, arguments: list[Any]) -> None:
         def run(call_arguments: Sequence[Any]) -> dist.Work:
-            inner_tensors = (
+            tensors = [
                 each for each in tree_leaves(call_arguments) if isinstance(each, torch.Tensor)
-            )
+            ]
+            for each in filter(is_wrapper, tensors):
+                raise UsageError(_describe_unseen_wrapper(each, method))
+            inner_tensors = iter(tensors)
             unwrapped = tree_map_only(torch.Tensor, lambda _wrapper: next(inner_tensors), arguments)
             work: dist.Work = getattr(group, method)(*unwrapped)
             return work
@@ -197,6 +209,16 @@ class _UnwrappingMode(_ExecutionMode):  # type: ignore[no-untyped-call]
         if types:
             return NotImplemented
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _describe_unseen_wrapper(wrapper: torch.Tensor, method: str) -> str:
+    # The dispatcher looks for classes in arguments and lists of them, not in lists of lists.
+    return (
+        f"{method.replace('allgather', 'all_gather')}: a tensor of the list of tensors per rank is "
+        f"a wrapper without memory, {type(wrapper).__name__} {format_tensor(wrapper)}, and this "
+        "rank's tensor is not: PyTorch then does not call the wrapper's class; expected "
+        f"tensors that have memory, or this rank's tensor in a {type(wrapper).__name__} too"
+    )
 
 
 class _GroupSubstitutionMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

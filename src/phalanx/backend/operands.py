@@ -26,6 +26,10 @@ _STRIDED = torch.strided
 _MIN_PINNED = 64 * 2**10
 """The size in bytes from which a copy of a CUDA tensor is in memory that is not swapped out."""
 
+has_met_wrapper = False
+"""True if an operation of this process has met a wrapper (see `instrumentation`). Otherwise, no
+operation need be searched for one."""
+
 DTYPE_CODES: dict[torch.dtype, int] = {
     getattr(torch, name): code for name, code in _native.DTYPES.items()
 }
@@ -139,12 +143,8 @@ def prepare_input(tensor: torch.Tensor, operation: str) -> torch.Tensor:
     is_usable = tensor.is_cpu and tensor.layout is _STRIDED
     if not is_usable:
         _check_layout_and_device(tensor, operation)
-    # A wrapper has no memory of its own, and its class runs the operation.
-    if tensor.data_ptr() == 0 and tensor.numel() and not has_python_key(tensor):
-        raise UsageError(
-            f"{operation}: the memory of the tensor, {format_tensor(tensor)}, was freed "
-            "(untyped_storage().resize_(0)): allocate it again first"
-        )
+    if tensor.data_ptr() == 0 and tensor.numel():
+        _check_is_wrapper(tensor, operation)
     if is_usable and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         return tensor
     # A copy from a GPU to memory that may be swapped out takes up to four times as long.
@@ -244,6 +244,17 @@ def _check_layout_and_device(tensor: torch.Tensor, operation: str) -> None:
             f"{operation}: the tensor is on {tensor.device}, expected cpu (or cuda): move it there "
             "first"
         )
+
+
+def _check_is_wrapper(tensor: torch.Tensor, operation: str) -> None:
+    """Reject a tensor whose memory was freed; a wrapper never had any (see `instrumentation`)."""
+    if not has_python_key(tensor):
+        raise UsageError(
+            f"{operation}: the memory of the tensor, {format_tensor(tensor)}, was freed "
+            "(untyped_storage().resize_(0)): allocate it again first"
+        )
+    global has_met_wrapper  # noqa: PLW0603
+    has_met_wrapper = True
 
 
 def warn_once(key: str, message: str) -> None:

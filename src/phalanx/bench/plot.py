@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from phalanx.bench.results import Report, Result
 
@@ -97,8 +98,7 @@ def plot(report: Report, path: Path) -> None:
             latency.set_title(f"{operation}, {dtype}", loc="left", fontsize="medium")
             _draw_latency(latency, results)
             _draw_bandwidth(bandwidth, results)
-        handles, labels = _legend(axes.flat)
-        figure.legend(handles, labels, loc="outside upper center", ncols=6, frameon=False)
+        _add_legend(figure, axes.flat)
         ranks, processor = report.settings["ranks"], report.machine["processor"]
         figure.supxlabel(
             f"size of the largest buffer of a rank · {ranks} ranks, {processor}, "
@@ -138,9 +138,7 @@ def plot_algorithms(reports: Sequence[Report], path: Path) -> None:
                 _set_scales(axes, report.results, "us" if column == 0 else "")
                 title = f"{_STYLES[system][2]}, {report.settings['ranks']} ranks"
                 axes.set_title(title, loc="left", fontsize="medium")
-        columns = 5 if len(reports) > 2 else 2
-        handles, names = panels[0][0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside upper center", ncols=columns, frameon=False)
+        _add_legend(figure, panels.flat)
         machine = reports[0].machine
         figure.supxlabel(
             f"size of the tensor · {machine['processor']}, {machine['cores']} cores",
@@ -216,9 +214,17 @@ def _set_scales(axes: Axes, results: list[Result], unit: str) -> None:
     axes.minorticks_off()
 
 
-def _legend(panels: Iterable[Axes]) -> tuple[list[Artist], list[str]]:
+def _add_legend(figure: Figure, panels: Iterable[Axes]) -> None:
+    """Add a legend above the panels, in as few lines as the width of the figure allows."""
     found: dict[str, Artist] = {}
     for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
-    return list(found.values()), list(found)
+    for lines in range(1, len(found) + 1):
+        columns = -(-len(found) // lines)
+        legend = figure.legend(
+            [*found.values()], [*found], loc="outside upper center", ncols=columns, frameon=False
+        )
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()

@@ -39,8 +39,10 @@ class Display:
     def __enter__(self) -> Display:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if self._bar is not None:
+            # At the end of the training, the last line says the same. After an error, no line does.
+            self._bar.live.transient = kind is None
             self._bar.stop()
             self._bar = None
         if self._writer is not None:

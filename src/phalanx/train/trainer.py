@@ -45,6 +45,8 @@ _Fetch = Callable[[], list[MicroBatch] | None]
 class Result:
     """The result of `Trainer.fit`, the same on every rank.
 
+    Printed in one line, with four digits of each number and the number of `losses`.
+
     Attributes:
         step: Number of steps of this run and of the runs that it resumed, including those that
             float16 skipped.
@@ -57,6 +59,8 @@ class Result:
 
     Example:
         >>> result = trainer.fit()
+        >>> print(result)
+        Result(step=3, epoch=1, loss=..., evaluation={...}, losses=[3 values])
         >>> mean_loss = sum(result.losses) / len(result.losses)
     """
 
@@ -65,6 +69,14 @@ class Result:
     loss: float = float("nan")
     evaluation: dict[str, float] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        evaluation = ", ".join(f"{name!r}: {value:.4g}" for name, value in self.evaluation.items())
+        count = len(self.losses)
+        return (
+            f"Result(step={self.step}, epoch={self.epoch}, loss={self.loss:.4g}, "
+            f"evaluation={{{evaluation}}}, losses=[{count} value{'s' * (count != 1)}])"
+        )
 
 
 class Trainer:
