@@ -86,6 +86,8 @@ class Job:
     """The Python script of each rank; None if it is another program."""
     elastic: Elastic | None
     """The replacement of lost ranks; None if there is none."""
+    keeps_record: bool = False
+    """True to keep the job's record even if it ends well."""
 
 
 class HelpRequested(Exception):  # noqa: N818 - not an error
@@ -115,6 +117,7 @@ def _make_parser() -> ArgumentParser:
         if f"PET_{name.upper()}" not in os.environ:
             parser.set_defaults(**{name: None})
     parser.add_argument("--elastic", action="store_true")
+    parser.add_argument("--keep-record", action="store_true")
     for name in ("spares", "rejoin", "replace", "simulate-hosts", "key-file", "key-fd", "hosts"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--ssh")
@@ -318,6 +321,7 @@ def _make_job(args: Namespace, key: bytes | None, elastic: Elastic | None) -> Jo
         key,
         None if args.no_python else script,
         elastic,
+        args.keep_record,
     )
 
 
