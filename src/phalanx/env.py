@@ -22,6 +22,7 @@ __all__ = [
     "assigned_ranks",
     "backend_names",
     "direct_calls",
+    "has_folded_tracebacks",
     "host_id",
     "integer",
     "interface",
@@ -104,6 +105,13 @@ VARIABLES = {
     "PHALANX_JOBS_KEPT_MIB": (
         "The total size of ended jobs to keep, in MiB, 0 or more; half a MiB per rank is usual. "
         "The oldest jobs are removed first. Unset: 256."
+    ),
+    "PHALANX_TRACEBACKS": (
+        "`folded`: an uncaught exception of a rank is printed without the frames inside PyTorch "
+        "and Phalanx, and in one line if it only reports what happened to another rank. `phalanx "
+        "explain --tracebacks` prints the whole tracebacks of a job. `all`: whole tracebacks at "
+        "once. Set for every rank by `phalanx run` and `phalanx.launch` unless set already: to "
+        "`all` if log files are written, else to `folded`. Unset, as under other launchers: `all`."
     ),
     "PHALANX_HOST_ID": (
         "The host that this process claims to run on, any text. Ranks with different values do not "
@@ -487,6 +495,21 @@ def key() -> tuple[int | None, str]:
     """
     descriptor = integer("PHALANX_KEY_FD", minimum=0)
     return descriptor, os.environ.get("PHALANX_KEY_FILE", "")
+
+
+def has_folded_tracebacks(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether `PHALANX_TRACEBACKS` requests short tracebacks.
+
+    Raises:
+        ValueError: The value is neither `folded` nor `all`.
+    """
+    text = environ.get("PHALANX_TRACEBACKS", "")
+    if text not in ("", "all", "folded"):
+        raise ValueError(
+            f"PHALANX_TRACEBACKS={text!r} in the environment: expected folded, or all for whole "
+            "tracebacks"
+        )
+    return text == "folded"
 
 
 def host_id() -> str:

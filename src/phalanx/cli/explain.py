@@ -18,7 +18,9 @@ SETTINGS: dict[str, Any] = {
             "[bold]phalanx explain 20261121-0901-k3f9x2[/]\n"
             "  a job listed by phalanx jobs; a unique prefix of its name is enough\n"
             "[bold]phalanx explain --json | jq .diagnosis[/]\n"
-            "  for programs; the other keys are job, ranks, advice, problems and workers",
+            "  for programs; the other keys are job, ranks, advice, problems and workers\n"
+            "[bold]phalanx explain --tracebacks[/]\n"
+            "  the whole tracebacks of the ranks of which phalanx run has shown short ones",
         )
     ),
     "epilog": "The exit code is 0 if the job could be read, even if it has failed; 2 if there is "
@@ -37,12 +39,19 @@ def command(
     ] = None,
     json: AsJson = False,
     output: Output = None,
+    tracebacks: Annotated[
+        bool,
+        typer.Option("--tracebacks", help="Print the whole tracebacks of the ranks instead."),
+    ] = False,
 ) -> None:
     """Read a job and print its explanation."""
     import sys
 
     from phalanx.observe.job_reader import read_job
 
+    if tracebacks:
+        _print_tracebacks(job)
+        return
     check_writable(output)
     found = read_job(job)
     from phalanx.observe.explain import as_json, as_text, explain
@@ -56,3 +65,19 @@ def command(
         console.print(explain(found))
     else:
         print(as_text(found, sys.stdout.encoding or "utf-8"), end="")
+
+
+def _print_tracebacks(job: str | None) -> None:
+    from phalanx.usage_errors import UsageError
+    from phalanx.observe.escape import escape
+    from phalanx.observe.job_reader import read_tracebacks
+
+    name, texts = read_tracebacks(job)
+    if not texts:
+        raise UsageError(
+            f"job {name} has no tracebacks: only those that `phalanx run` has shown in short "
+            "are kept"
+        )
+    for rank, text in texts.items():
+        for line in text.splitlines():
+            print(f"[rank {rank}] {escape(line, 4096)}")

@@ -252,6 +252,15 @@ def command(
             metavar="DIR", help="Directory of the log files, with --tee.", rich_help_panel=_OUTPUT
         ),
     ] = None,
+    keep_record: Annotated[
+        bool,
+        typer.Option(
+            "--keep-record",
+            help="Keep the record of the job even if it ends well, for `phalanx trace` and "
+            "`phalanx explain`. Without this, only failed jobs are kept.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = False,
     tee: Annotated[
         str | None,
         typer.Option(
@@ -281,6 +290,8 @@ def command(
         sys.stderr.write(f"phalanx run: {outcome.report}\n")
     if outcome.is_remote and outcome.job:
         sys.stderr.write(f"To see what the ranks of this host did: phalanx explain {outcome.job}\n")
+    elif outcome.job and outcome.code == 0:  # --keep-record
+        sys.stderr.write(f"phalanx run: the record is kept: phalanx trace {outcome.job}\n")
     elif outcome.job:
         _explain(outcome.job)
     _note_misplaced_options(args, outcome.code)
@@ -321,11 +332,12 @@ def explanation(job: str, encoding: str, host: str = "", console: "Console | Non
     """
     from phalanx.observe.escape import escape
     from phalanx.observe.explain import as_text, explain
-    from phalanx.observe.job_reader import read_job
+    from phalanx.observe.job_reader import read_job, read_tracebacks
     from phalanx.usage_errors import UsageError
 
     try:
         recorded_job = read_job(job)
+        has_tracebacks = bool(read_tracebacks(job)[1])
         if console is None:
             text = as_text(recorded_job, encoding)
         else:
@@ -336,7 +348,10 @@ def explanation(job: str, encoding: str, host: str = "", console: "Console | Non
         kind = "" if isinstance(error, OSError | UsageError) else f"{type(error).__name__}: "
         return f"\nphalanx run: can't explain it: {kind}{escape(str(error), 300)}\n"
     location = f", on {host}" if host else ""
-    return f"\n{text}To see this again{location}: phalanx explain {job}\n"
+    text = f"\n{text}To see this again{location}: phalanx explain {job}\n"
+    if has_tracebacks:
+        text += f"To see the whole tracebacks{location}: phalanx explain --tracebacks {job}\n"
+    return text
 
 
 def _explain(job: str) -> None:

@@ -122,6 +122,7 @@ def make_parser() -> _Parser:
         if f"PET_{name.upper()}" not in os.environ:
             parser.set_defaults(**{name: None})
     parser.add_argument("--elastic", action="store_true")
+    parser.add_argument("--keep-record", action="store_true")
     for name in ("spares", "rejoin", "replace", "simulate-hosts", "key-file", "key-fd", "hosts"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--ssh")

@@ -211,7 +211,7 @@ class Agent(LocalElasticAgent):
         self.failures = self._all_failures(worker_group, result)
         if self.coordinator is not None and self.failures:
             cause = find_root_cause(self.failures)
-            self.coordinator.report(cause.headline, cause.exit_code)
+            self.coordinator.report(cause.verdict, cause.exit_code)
         if not (self.failures or self.remote_failure) or not self._should_restart():
             return result
         print_message(
@@ -278,7 +278,8 @@ class Agent(LocalElasticAgent):
         stopped = self._was_stopped(local_rank, ended_at)
         if end is None or end.code is None:  # the agent reaped the rank first and has its code
             self._launcher_log.end(rank, pid, code, stopped=stopped)
-        return Failure(rank, pid, code, ended_at, text, stopped=stopped)
+        is_shown = self._output.is_shown(local_rank)
+        return Failure(rank, pid, code, ended_at, text, stopped=stopped, is_shown=is_shown)
 
     def close(self) -> None:
         """Free what the agent has beside its ranks."""
@@ -364,10 +365,23 @@ class RankOutput(LogsSpecs):
             return self._forwarder.tail(local_rank)
         return Path(log).read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
 
+    def is_shown(self, local_rank: int) -> bool:
+        """Return whether this object, rather than log files, shows the stderr of a rank."""
+        return not self._logs[local_rank][1] and self._is_selected(local_rank)
+
+    def _is_selected(self, local_rank: int) -> bool:
+        return self._shown_ranks is None or local_rank in self._shown_ranks
+
     def _forward(self, local_rank: int, rank: str, index: int, reader: int) -> None:
-        is_shown = self._shown_ranks is None or local_rank in self._shown_ranks
-        sink = self._sinks[index] if is_shown else None
-        self._forwarder.add_stream(local_rank, reader, sink, f"[rank {rank}] ", keep=index == 1)
+        sink = self._sinks[index] if self._is_selected(local_rank) else None
+        self._forwarder.add_stream(
+            local_rank,
+            reader,
+            sink,
+            f"[rank {rank}] ",
+            keep=index == 1,
+            replaced=f"[rank{rank}]: ",  # PyTorch's, before the lines of an uncaught exception
+        )
 
     @staticmethod
     def _discard_logs(envs: dict[int, dict[str, str]]) -> LogsDest:

@@ -26,11 +26,26 @@ STOPPED = 3
 """The distance of a failure that the launcher itself has caused, by stopping the rank."""
 
 _PEER_FAILURE = re.compile(
-    r"^(phalanx\.errors\.|RuntimeError: [^:\n]*: )"
+    r"^(phalanx\.errors\.|RuntimeError: [^:\n]*: )?"
     r"(PeerLost|Aborted|CollectiveMismatch: .* has left the group)\b",
     re.MULTILINE,
 )
-"""Phalanx's errors about other ranks, as raised or as wrapped in a RuntimeError by DDP (C++)."""
+"""Phalanx's errors about other ranks, as raised, or wrapped in a RuntimeError by DDP (C++)."""
+_SHORT = re.compile(r"(PeerLost|CollectiveTimeout|CollectiveMismatch|Aborted): ")
+"""The only line that a rank prints of such an error, as `observe.exception_hook` shortens it."""
+_STATEMENT = re.compile(
+    r"^(?:phalanx\.errors\.|RuntimeError: [^:\n]*: )?"
+    r"(?:PeerLost|CollectiveTimeout|CollectiveMismatch|Aborted): (?:\[[^\]]*\] )?(?:.*?: )?"
+    r"((?:rank \d+|ranks disagree|split sizes disagree|the group was aborted by rank)\b.*)",
+    re.MULTILINE,
+)
+"""The part of such an error, or of one about several ranks, that follows its own operation."""
+_RANK = r"rank \d+(?: \(pid \d+(?: on [^)]+)?\))?"
+_LATE = re.compile(
+    rf"(?P<victim>rank \d+) waited for (?P<late>{_RANK}(?:, {_RANK})*) in (?P<operation>.*) "
+    r"until the timeout of (?P<seconds>\S+ s) on this rank(?P<more>.*)"
+)
+"""The statement of a timeout, which names the late ranks."""
 _CONNECTION_ERROR = re.compile(
     r"Connection (reset|closed) by peer|Broken pipe|Socket closed|BrokenPipeError"
     r"|ConnectionResetError|ConnectionAbortedError|ncclRemoteError|remote process exited"
@@ -66,6 +81,8 @@ class Failure:
     """True if the launcher had begun to stop the rank before it ended."""
     had_raised: bool = False
     """True if the rank was ending with an exception, the cause of others, when it was stopped."""
+    is_shown: bool = False
+    """True if the text has been shown to the user."""
 
     @property
     def distance(self) -> int:
@@ -94,6 +111,39 @@ class Failure:
         if not self.had_raised:
             reason = _describe_exit(self.code)
         return f"rank {self.rank} (pid {self.pid}) {reason}"
+
+    @property
+    def statement(self) -> str:
+        """The sentence of a Phalanx error about other ranks, or about several; empty without one.
+
+        After a timeout, its subject is the ranks that were late.
+        """
+        if self.code < 0 or not (found := _STATEMENT.search(self.text)):
+            return ""
+        if not (timeout := _LATE.match(found[1])):
+            return found[1]
+        were, them = ("were", "them") if len(self.late_ranks) > 1 else ("was", "it")
+        return (
+            f"{timeout['late']} {were} late: {timeout['victim']} waited for {them} in "
+            f"{timeout['operation']} until the timeout of {timeout['seconds']}{timeout['more']}"
+        )
+
+    @property
+    def late_ranks(self) -> tuple[int, ...]:
+        """The ranks for which this one waited until a timeout; empty for another failure."""
+        found = _STATEMENT.search(self.text)
+        timeout = found and _LATE.match(found[1])
+        return tuple(map(int, re.findall(r"rank (\d+)", timeout["late"]))) if timeout else ()
+
+    @property
+    def verdict(self) -> str:
+        """The statement or, without one, the headline: a line that blames no victim."""
+        return self.statement or self.headline
+
+    @property
+    def is_described(self) -> bool:
+        """True if the user has seen that this failure is a consequence."""
+        return self.is_shown and bool(self.statement)
 
     @property
     def name(self) -> str:
@@ -132,6 +182,9 @@ class HostFailure(NamedTuple):
     distance: int
     stopped: bool
     summary: str
+    statement: str = ""
+    late_ranks: tuple[int, ...] = ()
+    is_described: bool = False
 
 
 F = TypeVar("F", Failure, HostFailure)
@@ -169,14 +222,17 @@ def may_have_unknown_cause(failures: Sequence[F]) -> bool:
 def excerpt(text: str) -> str:
     """Return the part of a rank's last output that explains its exit.
 
-    This is the last traceback with the tracebacks chained to it, or the last ten lines if there is
-    none. If a traceback has more than 40 lines, its middle is omitted.
+    This is the last traceback with the tracebacks chained to it, or the line in its place. It is
+    the last ten lines if there is none. If a traceback has more than 40 lines, its middle is
+    omitted.
     """
     rows = _PREFIX.sub("", text.rstrip()).splitlines()
-    starts = [i for i, row in enumerate(rows) if row.startswith(_TRACEBACK)]
+    starts = _find_starts(rows)
     if not starts:
         return "\n".join(rows[-10:])
     first = starts.pop()
+    if _SHORT.match(rows[first]):
+        return rows[first]
     while starts and any(row.startswith(_CHAIN) for row in rows[max(0, first - 2) : first]):
         first = starts.pop()
     rows = rows[first:]
@@ -188,10 +244,17 @@ def excerpt(text: str) -> str:
 def find_exception(text: str) -> str:
     """Return the line with the exception in the end of a rank's stderr; empty if there is none."""
     rows = text.splitlines()
-    starts = [i for i, row in enumerate(rows) if row.startswith(_TRACEBACK)]
+    starts = _find_starts(rows)
     if not starts:  # a script that cannot be compiled has no traceback
         return next(filter(_SYNTAX_ERROR.match, rows[-1:]), "")
+    if _SHORT.match(rows[starts[-1]]):
+        return rows[starts[-1]]
     return next((row for row in rows[starts[-1] + 1 :] if row and not row[0].isspace()), "")
+
+
+def _find_starts(rows: Sequence[str]) -> list[int]:
+    """Return the indices of the lines that begin a traceback, or stand in its place."""
+    return [i for i, row in enumerate(rows) if row.startswith(_TRACEBACK) or _SHORT.match(row)]
 
 
 def record_exceptions(log: "LauncherLogWriter", failures: Sequence[Failure]) -> None:
@@ -214,9 +277,12 @@ def format_report(failures: Sequence[Failure], remote_failure: RemoteFailure | N
         remote_failure: The failure of another host; None if none is known.
     """
     cause = None if is_remote_cause(failures, remote_failure) else find_root_cause(failures)
-    lines = [cause.headline if cause else remote_failure.text if remote_failure else ""]
-    if cause and cause.text:
-        lines[0] += "; the end of its stderr:"
+    lines = [cause.verdict if cause else remote_failure.text if remote_failure else ""]
+    if cause and cause.is_shown and (error := find_exception(cause.text)):
+        lines[0] += "" if cause.statement else f": {error}"
+    elif cause and cause.text:
+        owner = f"rank {cause.rank}'s" if cause.statement else "its"
+        lines[0] += f"; the end of {owner} stderr:"
         lines += [f"    | {line}" for line in cause.text.splitlines()]
     return "\n".join([*lines, *format_consequences(cause, failures, "rank ")])
 
@@ -225,13 +291,21 @@ def format_consequences(cause: F | None, failures: Sequence[F], kind: str = "") 
     """Return the lines of a report about the failures that followed the cause.
 
     Args:
-        cause: The root cause, which is left out; None if it is on another host.
+        cause: The root cause; None if it is on another host. It is left out, unless its verdict is
+            about other ranks.
         failures: All failures.
         kind: The text before the names of those that the launcher has stopped.
     """
-    others = sorted((f for f in failures if f is not cause), key=lambda failure: failure.rank)
-    lines = [f"  after it, {other.summary}"[:200] for other in others if not other.stopped]
-    if stopped := [other.name for other in others if other.stopped]:
+    late = cause.late_ranks if cause else ()
+    has_left_out = cause is not None and not cause.statement
+    others = sorted(
+        (f for f in failures if f is not cause or not has_left_out), key=lambda each: each.rank
+    )
+    rest = [each for each in others if not each.is_described and each.rank not in late]
+    lines = [f"  after it, {each.summary}"[:200] for each in rest if not each.stopped]
+    if described := [each.name for each in others if each.is_described]:
+        lines.append(f"  failed because of it: {kind}{', '.join(described)}")
+    if stopped := [each.name for each in rest if each.stopped]:
         lines.append(f"  stopped because of it: {kind}{', '.join(stopped)}")
     return lines
 

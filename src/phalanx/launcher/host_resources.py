@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from phalanx.errors import LaunchError
+from phalanx import env
+from phalanx.errors import LaunchError, UsageError
 
 _OPEN_FILES = "/proc/self/fd"
 # Measured with `phalanx run`, which needs most: 21 files, and 5.3 more per rank.
@@ -45,15 +46,24 @@ def threads_per_rank(nprocs: int) -> int:
 def rank_defaults(nprocs: int, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to add to the environment `environ` of each of `nprocs` ranks.
 
-    Ranks share the cores of this host, write their output unbuffered and print a traceback when
-    they crash. Their memory allocator keeps the memory that a training step frees. If the kernel
-    instead reclaims and maps it again, page by page, in every step, a step of a small network
-    takes up to half longer. On a host without an accelerator, Accelerate is told to use the CPU.
+    Ranks share the cores of this host, write their output unbuffered, print a traceback when they
+    crash and fold the tracebacks of their exceptions. Their memory allocator keeps the memory that
+    a training step frees. If the kernel instead reclaims and maps it again, page by page, in every
+    step, a step of a small network takes up to half longer. On a host without an accelerator,
+    Accelerate is told to use the CPU.
+
+    Raises:
+        UsageError: `PHALANX_TRACEBACKS` is malformed, which ranks would only notice later.
     """
+    try:
+        env.has_folded_tracebacks(environ)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     defaults = {
         "OMP_NUM_THREADS": str(threads_per_rank(nprocs)),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
+        "PHALANX_TRACEBACKS": "folded",
     }
     if not torch.accelerator.is_available():
         # Otherwise Accelerate treats a rank of a launcher as a process that trains alone.

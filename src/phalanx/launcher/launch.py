@@ -103,6 +103,7 @@ def launch(
         >>> phalanx.launch(area, 2, (21,))
         [0, 21]
     """
+    __tracebackhide__ = True  # IPython and pytest then show the caller's frame last
     nprocs = _check_arguments(fn, nprocs, args, kwargs, timeout, env)
     check_host(nprocs)
     deadline = None if timeout is None else time.monotonic() + timeout
@@ -136,6 +137,7 @@ def launch(
 def _check_arguments(
     fn: object, nprocs: object, args: object, kwargs: object, timeout: object, env: object
 ) -> int:
+    __tracebackhide__ = True
     if not callable(fn):
         raise UsageError(f"fn is {fn!r}: expected a function; write phalanx.launch(fn, nprocs)")
     try:
@@ -159,6 +161,7 @@ def _check_arguments(
 
 
 def _check_env(env: object) -> None:
+    __tracebackhide__ = True
     if env is None:
         return
     if not isinstance(env, Mapping):
@@ -173,6 +176,7 @@ def _check_env(env: object) -> None:
 
 def _write_payload(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Write the interpreter state and the call into a memory file; return its descriptor."""
+    __tracebackhide__ = True
     try:
         call = pickling.dumps((fn, args, kwargs))
     except Exception as error:
@@ -210,9 +214,11 @@ def _interactive_sources(fn: object) -> dict[str, list[str]]:
 def _raise_failure(
     cause: Failure, ranks: RankProcesses, launcher_log: LauncherLogWriter
 ) -> NoReturn:
+    __tracebackhide__ = True
     outcome = ranks.outcomes[cause.rank]
     if outcome is not None and outcome.value is None:
-        parts = [f"rank {cause.rank} (pid {cause.pid}) raised {outcome.summary}"]
+        name = outcome.summary.removeprefix("phalanx.errors.")
+        parts = [cause.statement or f"rank {cause.rank} (pid {cause.pid}) raised {name}"]
         if cause.text.strip() != outcome.summary:
             parts.append(f"On rank {cause.rank}:\n{cause.text.rstrip()}")
     else:
@@ -225,8 +231,9 @@ def _raise_failure(
     parts += [f"Stopped by the launcher: {_format_ranks(ranks.stopped)}."] if ranks.stopped else []
     hint, job = _explain_hint(launcher_log, cause.exit_code)
     message = "\n\n".join(parts) + hint
+    at_fault = cause.late_ranks or [cause.rank]
     # A variable for the exception would be a cycle, which keeps the descriptors of all frames.
-    raise LaunchError(message, ranks=[cause.rank], job=job) from _load_error(outcome)
+    raise LaunchError(message, ranks=at_fault, job=job) from _load_error(outcome)
 
 
 def _explain_hint(launcher_log: LauncherLogWriter, code: int) -> tuple[str, str | None]:
@@ -252,6 +259,7 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 
 def _load_result(rank: int, outcome: RankOutcome | None) -> Any:
+    __tracebackhide__ = True
     if outcome is None or outcome.value is None:
         raise LaunchError(f"rank {rank} ended without a result", ranks=[rank])
     try:

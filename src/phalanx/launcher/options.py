@@ -93,6 +93,8 @@ class Job:
     """The Python script of each rank; None if it is another program."""
     elastic: Elastic | None
     """The replacement of lost ranks; None if there is none."""
+    keeps_record: bool = False
+    """True to keep the job's record even if it ends well."""
 
 
 def make_job(args: Namespace) -> Job:
@@ -250,6 +252,7 @@ def _make_job(args: Namespace, key: bytes | None, elastic: Elastic | None) -> Jo
         key,
         None if args.no_python else script,
         elastic,
+        args.keep_record,
     )
 
 

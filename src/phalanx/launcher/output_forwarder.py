@@ -6,6 +6,7 @@ One `OutputForwarder` watches the pipes and the pidfds of all ranks with one sel
 """
 
 import os
+import re
 import selectors
 import sys
 import threading
@@ -74,6 +75,7 @@ class _Stream:
     sink: Sink | None
     prefix: bytes
     tail: deque[bytes] | None
+    replaced: re.Pattern[bytes] | None
     pending: bytes = b""
     pending_since: float = field(default_factory=time.monotonic)
 
@@ -95,7 +97,16 @@ class OutputForwarder:
         self._tails: dict[int, deque[bytes]] = {}
         self._exits: dict[int, Exit] = {}
 
-    def add_stream(self, rank: int, fd: int, sink: Sink | None, prefix: str, *, keep: bool) -> None:
+    def add_stream(
+        self,
+        rank: int,
+        fd: int,
+        sink: Sink | None,
+        prefix: str,
+        *,
+        keep: bool,
+        replaced: str = "",
+    ) -> None:
         """Forward the lines from the read end of a pipe, which this object takes over and closes.
 
         Args:
@@ -104,11 +115,15 @@ class OutputForwarder:
             sink: The stream that gets the lines; None to drop them.
             prefix: The text at the beginning of every line.
             keep: True to keep the last lines for `tail`.
+            replaced: A text that is removed from the beginning of lines, since `prefix` says the
+                same.
         """
         with self._lock:
             os.set_blocking(fd, False)
             tail = self._tails.setdefault(rank, deque(maxlen=400)) if keep else None
-            self._streams[fd] = _Stream(rank, fd, sink, prefix.encode(), tail)
+            pattern = re.compile(b"^" + re.escape(replaced.encode()), re.MULTILINE)
+            own = prefix.encode()
+            self._streams[fd] = _Stream(rank, fd, sink, own, tail, pattern if replaced else None)
             self._selector.register(fd, selectors.EVENT_READ)
 
     def add_process(self, rank: int, pid: int) -> None:
@@ -222,6 +237,8 @@ class OutputForwarder:
         stream.pending_since = time.monotonic()
         if not text:
             return
+        if stream.replaced is not None:
+            text = stream.replaced.sub(b"", text)
         if stream.tail is not None:
             stream.tail.extend(text.splitlines(keepends=True))
         if stream.sink is None:

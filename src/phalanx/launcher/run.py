@@ -49,8 +49,8 @@ class HostOutcome(NamedTuple):
     Attributes:
         code: 0, the exit code of the rank that failed first, or 128 + N if that rank or this
             process was ended by signal N.
-        job: The name of the job if its flight recorders are kept for `phalanx explain`, else
-            empty.
+        job: The name of the job if its flight recorders are kept for `phalanx explain`, after a
+            failure or on request, else empty.
         report: A report for people that names the failing rank and the reason; empty if none
             failed.
         distance: The distance of the failure from the cause, as in `Failure.distance`; other hosts
@@ -117,8 +117,11 @@ def _run_again(job: Job, seconds: float) -> HostOutcome:
 def _run(job: Job, limit: float | None = None) -> HostOutcome:
     check_host(job.config.nproc_per_node)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = job.config.signals_to_handle
+    if job.log_files is not None:
+        os.environ.setdefault("PHALANX_TRACEBACKS", "all")
     hosts = job.config.max_nodes
-    with LauncherLogWriter(job.config.nproc_per_node * hosts, hosts=hosts) as launcher_log:
+    world_size, keep = job.config.nproc_per_node * hosts, job.keeps_record
+    with LauncherLogWriter(world_size, hosts=hosts, keep=keep) as launcher_log:
         with (
             _run_forwarder() as forwarder,
             _open_key(job.key) as key,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.launcher.rank_bootstrap import die_with_parent
+from phalanx.system.tracebacks import format_folded
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,10 @@ def _describe(error: BaseException) -> RankOutcome:
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     summary = "".join(traceback.format_exception_only(type(error), error)).strip()
-    text = "".join(traceback.format_exception(type(error), error, frames))
+    if os.environ.get("PHALANX_TRACEBACKS") == "folded":
+        text = format_folded(error)
+    else:
+        text = "".join(traceback.format_exception(type(error), error, frames))
     try:
         pickled: bytes | None = _pickle(error)
         pickle.loads(pickled or b"")  # an exception with its own __init__ may fail only here

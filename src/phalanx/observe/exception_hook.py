@@ -1,18 +1,32 @@
-"""Announcement of a fatal exception: recorded in the flight recorder, and sent to peers at once.
+"""A fatal exception of a rank: recorded, announced to peers at once, and printed.
 
 Python needs some tenths of a second to exit after an uncaught exception. Peers that wait for this
 rank need not wait that long: callbacks registered with `on_failure` notify them.
+
+Under the launchers of Phalanx, the exception is printed in short, since all ranks print theirs. The
+rank at fault prints a traceback without the frames inside libraries. A rank whose exception only
+says what happened to another rank prints one line.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import sys
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from phalanx import _native
+from phalanx import _native, env
+from phalanx.errors import (
+    Aborted,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    PeerLost,
+    UsageError,
+)
 from phalanx.observe.escape import encodable
+from phalanx.system.tracebacks import find_last_own_frame, format_folded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +40,12 @@ CAUSED_BY = " (caused by "
 
 _MAX_CAUSES = 16
 _WORKER_EXIT_SECONDS = 0.2
+
+_CONSEQUENCES = (PeerLost, CollectiveTimeout, CollectiveMismatch, Aborted)
+_LABEL = re.compile(r"\[rank (\d+)/\d+ on [^\]]*\] ")
+"""The beginning of the message of an error in a group; the prefix of the launcher has it too."""
+_CONVERTED = re.compile(r"[^:\n]*: (PeerLost|CollectiveTimeout|Aborted): (.*)")
+"""The text of such an error in a RuntimeError that PyTorch's C++ code (DDP) made of it."""
 
 _callbacks: list[Callable[[], None]] = []
 _installed = False
@@ -102,20 +122,94 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
-def install() -> None:
-    """Announce every uncaught exception from now on; a second call does nothing.
+def install(keep: Callable[[str], bool]) -> None:
+    """Announce and print every uncaught exception from now on; a second call does nothing.
 
-    Exceptions in an interactive session are not announced, since the process outlives them.
+    Exceptions in an interactive session are not announced, since the process outlives them. They
+    are printed as before, and so are all if `PHALANX_TRACEBACKS` does not request short texts, or
+    if the program has a hook of its own.
+
+    Args:
+        keep: A function that keeps the whole traceback of an exception that will be printed in
+            short. If it returns False, the whole traceback is printed.
+
+    Raises:
+        UsageError: `PHALANX_TRACEBACKS` is malformed.
     """
     global _installed  # noqa: PLW0603
     if _installed:
         return
-    _installed = True
     before = sys.excepthook
+    try:
+        is_short = env.has_folded_tracebacks() and _prints_whole_traceback(before)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    _installed = True
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not is_interactive():
-            announce(error)
-        before(kind, error, trace)
+        if is_interactive():
+            before(kind, error, trace)
+            return
+        announce(error)
+        text = shorten(error) if is_short and sys.stderr is not None else ""
+        if text and keep("".join(traceback.format_exception(kind, error, trace))):
+            sys.stderr.write(text)
+        else:
+            before(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def _prints_whole_traceback(hook: Any) -> bool:
+    """Return whether a hook is Python's, or that of PyTorch, which adds a prefix to its lines."""
+    is_torch = str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
+    return hook is sys.__excepthook__ or is_torch
+
+
+def shorten(error: BaseException) -> str:
+    """Return the text of an uncaught exception, with line ends: a line, or a folded traceback."""
+    line = describe_consequence(error)
+    return f"{line}\n" if line else format_folded(error)
+
+
+def describe_consequence(error: BaseException) -> str:
+    """Return a line for an exception that only says what happened to other ranks, else "".
+
+    An exception that was raised from one of another type, or while one was handled, is no such
+    exception: the other one may be the cause of all.
+    """
+    found = _find_consequence(error)
+    if found is None or not all(map(_find_consequence, _list_chain(error))):
+        return ""
+    name, text = found
+    label = _LABEL.match(text)
+    if label and label[1] == os.environ.get("RANK"):
+        text = text[label.end() :]
+    line = encodable(f"{name}: {text.splitlines()[0] if text else ''}")
+    frame = find_last_own_frame(error)
+    if frame is None:
+        return line
+    site = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    return line if site in line else f"{line} (at {site} in {frame.name})"
+
+
+def _find_consequence(error: BaseException) -> tuple[str, str] | None:
+    """Return the name and message of an error about other ranks; None for another exception."""
+    text = str(error)
+    if type(error) is RuntimeError and (converted := _CONVERTED.match(text)):
+        return converted[1], converted[2]
+    if not isinstance(error, _CONSEQUENCES) or not error.ranks:
+        return None
+    is_own = os.environ.get("RANK", "") in map(str, error.ranks)
+    return None if is_own else (type(error).__name__, text)
+
+
+def _list_chain(error: BaseException) -> list[BaseException]:
+    """Return an exception with those that its traceback shows too."""
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and not any(current is each for each in chain):
+        chain.append(current)
+        hidden = current.__suppress_context__
+        current = current.__cause__ or (None if hidden else current.__context__)
+    return chain

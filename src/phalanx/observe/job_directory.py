@@ -41,6 +41,8 @@ JOB_FILE = "job.json"
 LAUNCHER_LOG_FILE = "launcher.jsonl"
 CALL_LOG_VERSION = 1
 """The format version of the files with the pending calls of RPC workers."""
+MAX_TRACEBACK_SIZE = 1 << 18
+"""The size in bytes to which a kept traceback is cut at its beginning."""
 _RECORDER_FILE = re.compile(r"([1-9][0-9]{0,9})\.recorder", re.ASCII)
 """The file name of a flight recorder, which contains the pid of its process."""
 
@@ -80,6 +82,11 @@ def make_job_name() -> str:
 def get_recorder_name(pid: int) -> str:
     """Return the file name of a process's flight recorder."""
     return f"{pid}.recorder"
+
+
+def get_traceback_name(pid: int) -> str:
+    """Return the file name of the whole traceback of a process that has printed a short one."""
+    return f"{pid}.traceback"
 
 
 def list_job_names(base: str) -> list[str]:
@@ -529,7 +536,7 @@ def _match_name(text: str | None, found: Sequence[str], base: str) -> str:
     if not found:
         raise _make_usage_error(
             f"there is no job{given and ' '}{given} in {base}: only running and failed jobs are "
-            "kept there"
+            "kept there, and those of `phalanx run --keep-record`"
         )
     if text is None or text in found:
         return found[0] if text is None else text

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,10 +22,12 @@ from phalanx.observe.job_directory import (
     CALL_LOG_VERSION,
     JOB_FILE,
     LAUNCHER_LOG_FILE,
+    MAX_TRACEBACK_SIZE,
     VERSION,
     find_job,
     get_pid_scope,
     get_recorder_name,
+    get_traceback_name,
     list_running_jobs,
 )
 from phalanx.observe.recorder_reader import build_rank, ended_well, read_recorder
@@ -145,6 +148,24 @@ def read_job_directory(job: JobDirectory, history: int = HISTORY) -> model.Job:
         replaced=tuple(launcher_log.replaced),
         store_host=description.store_host,
     )
+
+
+def read_tracebacks(text: str | None = None) -> tuple[str, dict[int, str]]:
+    """Return the name of a job, and the whole tracebacks that its ranks have kept, by rank.
+
+    Args:
+        text: The name of the job or a unique prefix of it; None for the newest job.
+
+    Raises:
+        UsageError: There is no such job, or its directory cannot be used.
+    """
+    found = {}
+    with find_job(text) as job:
+        for rank in read_job_directory(job, 1).ranks:
+            with suppress(OSError):  # most ranks have none, and whatever else is there is no text
+                content = job.read(get_traceback_name(rank.pid), MAX_TRACEBACK_SIZE)
+                found[rank.rank] = content.decode(errors="replace")
+        return job.name, found
 
 
 def read_summary(job: JobDirectory) -> JobSummary:

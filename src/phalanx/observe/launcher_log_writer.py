@@ -38,12 +38,13 @@ class LauncherLogWriter:
         name: The name of the job; `env.NO_JOB` if it has no directory.
     """
 
-    def __init__(self, world_size: int, *, hosts: int = 1) -> None:
+    def __init__(self, world_size: int, *, hosts: int = 1, keep: bool = False) -> None:
         """Create the job's directory, and remove the oldest jobs beyond the limit.
 
         Args:
             world_size: The number of ranks of the job, on all hosts.
             hosts: The number of hosts; the directory is for the ranks of this one.
+            keep: Whether to keep the directory after a clean end too.
 
         Raises:
             UsageError: An environment variable is malformed.
@@ -52,6 +53,7 @@ class LauncherLogWriter:
         self._directory: JobDirectory | None = None
         self._fd = -1
         self._started = False
+        self._keep = keep
         self._world_size = world_size
         try:
             base, kept, given = env.jobs_directory(), env.jobs_kept(), env.job()
@@ -118,8 +120,8 @@ class LauncherLogWriter:
     def finish(self, code: int) -> bool:
         """Record that the job has ended with an exit code; a second call does nothing.
 
-        The directory is removed after a clean end, or if no rank had been started. Otherwise it is
-        kept for `phalanx explain`.
+        The directory is removed after a clean end, unless it was to be kept, or if no rank had been
+        started. Otherwise it is kept for `phalanx explain`.
 
         Returns:
             Whether the directory was kept and contains flight recorders to explain. Ranks that
@@ -128,7 +130,7 @@ class LauncherLogWriter:
         if self._directory is None:
             return False
         self._write("finish", code=code)
-        keep = code != 0 and self._started
+        keep = (code != 0 or self._keep) and self._started
         has_recorders = bool(self._directory.list_recorders())
         self._close(remove=not keep)
         return keep and has_recorders

@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat, SupportsIndex
 
 from phalanx import _native, env
 from phalanx.observe import exception_hook
+from phalanx.observe.escape import encodable
 from phalanx.observe.job_directory import (
+    MAX_TRACEBACK_SIZE,
     JobDirectory,
     UnusableFileError,
     get_recorder_name,
+    get_traceback_name,
     make_job_name,
     prune,
 )
@@ -225,7 +228,19 @@ def _open(store: Store, rank: int, size: int) -> None:
         raise UsageError(str(error)) from None
     _recorder = _open_recorder(_JobSettings(store, rank, size, attempt, *settings))
     # Installed now because failing to form a group may also end the process.
-    exception_hook.install()
+    exception_hook.install(_keep_traceback)
+
+
+def _keep_traceback(text: str) -> bool:
+    """Write a whole traceback to the job's directory; return whether that succeeded."""
+    if (directory := get_job_directory()) is None:
+        return False
+    content = encodable(text).encode()[-MAX_TRACEBACK_SIZE:]
+    try:
+        directory.replace(get_traceback_name(os.getpid()), content)
+    except OSError:  # a full disk, or the job's directory was removed
+        return False
+    return True
 
 
 def _is_initialized() -> bool:
