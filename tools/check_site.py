@@ -87,7 +87,7 @@ class _Reader(HTMLParser):
         self._text.append(data)
 
     def handle_endtag(self, tag: str) -> None:
-        if tag == "title" and not self._is_inside("", tag="svg"):
+        if tag == "title" and not self._is_inside("svg"):
             self.page.title = "".join(self._text).strip()
         elif tag == "pre":
             text = "".join(self._text)
@@ -96,12 +96,11 @@ class _Reader(HTMLParser):
             if self._is_inside("highlight-console"):
                 self.page.sessions.append(text)
         while self._open and self._open.pop()[0] != tag:
-            pass
+            pass  # HTML lets the end of some elements be left out
 
-    def _is_inside(self, name: str, tag: str = "") -> bool:
-        return any(
-            (name in classes.split()) if name else opened == tag for opened, classes in self._open
-        )
+    def _is_inside(self, name: str) -> bool:
+        """Return whether an element that is open is of this kind or class."""
+        return any(name == tag or name in classes.split() for tag, classes in self._open)
 
 
 def read_page(html: str) -> Page:
