@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812 - the usual name
+import torch.nn.functional as F
 
 import phalanx
 from phalanx.bench.machine import machine, versions

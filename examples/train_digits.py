@@ -18,7 +18,7 @@ from time import perf_counter
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812 - the usual name
+import torch.nn.functional as F
 from idx import load_mnist
 from rich.console import Console
 from rich.progress import Progress

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the usual name
+import torch.nn.functional as F
 from idx import load_mnist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR

@@ -7,7 +7,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812 - the usual name
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,6 +30,20 @@ class HybridModel(nn.Module):
         """Take indices [batch, n]; return logits [batch, CLASSES]."""
         logits: Tensor = self.dense(self.table(things))
         return logits
+
+
+def run_trainer(trainers: dist.ProcessGroup) -> None:
+    """Create the model and train it, in both ways."""
+    for train in (train_as_in_pytorch, train_plainly):
+        torch.manual_seed(0)
+        table = rpc.RemoteModule(
+            "server", nn.EmbeddingBag, args=(THINGS, WIDTH), kwargs={"mode": "sum"}
+        )
+        model = HybridModel(table, trainers)
+        parameters = [*table.remote_parameters(), *map(rpc.RRef, model.dense.parameters())]
+        optimizer = rpc.DistributedOptimizer(torch.optim.SGD, parameters, lr=0.5)
+        losses = train(model, optimizer)
+        print(f"{train.__name__}: loss {losses[0]:.2f}, then {losses[-1]:.2f}")
 
 
 def make_batch(random: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -62,20 +76,6 @@ def train_plainly(model: HybridModel, optimizer: rpc.DistributedOptimizer) -> li
         optimizer.step()
         losses.append(loss.item())
     return losses
-
-
-def run_trainer(trainers: dist.ProcessGroup) -> None:
-    """Create the model and train it, in both ways."""
-    for train in (train_as_in_pytorch, train_plainly):
-        torch.manual_seed(0)
-        table = rpc.RemoteModule(
-            "server", nn.EmbeddingBag, args=(THINGS, WIDTH), kwargs={"mode": "sum"}
-        )
-        model = HybridModel(table, trainers)
-        parameters = [*table.remote_parameters(), *map(rpc.RRef, model.dense.parameters())]
-        optimizer = rpc.DistributedOptimizer(torch.optim.SGD, parameters, lr=0.5)
-        losses = train(model, optimizer)
-        print(f"{train.__name__}: loss {losses[0]:.2f}, then {losses[-1]:.2f}")
 
 
 if __name__ == "__main__":

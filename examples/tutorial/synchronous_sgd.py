@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812 - the usual name
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
@@ -39,15 +39,6 @@ def average_by_reduce_and_broadcast(model: nn.Module) -> None:
         dist.broadcast(parameter.grad, src=0)
 
 
-def difference_of_replicas(model: nn.Module) -> float:
-    """Return the largest difference between the same parameter of two ranks."""
-    highest = parameters_to_vector(model.parameters()).detach()
-    lowest = highest.clone()
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
-    return (highest - lowest).max().item()
-
-
 def train(seed: int, average: Callable[[nn.Module], None]) -> tuple[float, float]:
     """Return the accuracy on held-out digits, and the difference of the replicas."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -67,6 +58,15 @@ def train(seed: int, average: Callable[[nn.Module], None]) -> tuple[float, float
     with torch.no_grad():
         correct = (model(images[held_out]).argmax(dim=1) == labels[held_out]).float()
     return correct.mean().item(), difference_of_replicas(model)
+
+
+def difference_of_replicas(model: nn.Module) -> float:
+    """Return the largest difference between the same parameter of two ranks."""
+    highest = parameters_to_vector(model.parameters()).detach()
+    lowest = highest.clone()
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+    return (highest - lowest).max().item()
 
 
 if __name__ == "__main__":

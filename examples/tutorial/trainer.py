@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the usual name
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Subset, TensorDataset
@@ -41,17 +41,6 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[s
     return F.cross_entropy(outputs, labels), {"accuracy": accuracy}
 
 
-def kill_once(rank: int, at: int) -> Callable[[int, dict[str, float]], None]:
-    """End this process like `kill -9` if it is rank 1, at that step of the first attempt."""
-    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-
-    def on_step(step: int, _: dict[str, float]) -> None:
-        if rank == 1 and is_first and step == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return on_step
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train on digits, with checkpoints.")
     parser.add_argument("checkpoints", help="directory of the checkpoints")
@@ -78,6 +67,17 @@ def main() -> None:
         result = trainer.fit()
         if session.is_main:
             print(f"accuracy on held-out digits: {result.evaluation['accuracy']:.0%}")
+
+
+def kill_once(rank: int, at: int) -> Callable[[int, dict[str, float]], None]:
+    """End this process like `kill -9` if it is rank 1, at that step of the first attempt."""
+    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+
+    def on_step(step: int, _: dict[str, float]) -> None:
+        if rank == 1 and is_first and step == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return on_step
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 A comment before a block says how it is checked:
 
-- `<!-- examples/tutorial/messages.py -->`: the block is part of that file.
 - `<!-- file hello.py -->`: sessions of the page find the block under this name.
 - `<!-- digits vary -->`: numbers with a decimal point are not compared.
 - `<!-- numbers vary -->`: no number is compared, nor the name of the machine.
@@ -12,19 +11,24 @@ A comment before a block says how it is checked:
   `PATH::NAME` names the test.
 - `<!-- not executed: REASON -->`: the block is a fragment, or needs what a test machine lacks.
 
-Without a comment, Python is executed, commands after `$ ` in a console are executed and their
-output is compared if the page shows any. Text in the tutorial is the output of the Python block
-before it.
+A line ``[`messages.py`](../../examples/tutorial/messages.py)`` before a block is its caption: the
+blocks of a page with the same caption are, one after another, that file.
+
+Without a comment or a caption, Python is executed, commands after `$ ` in a console are executed
+and their output is compared if the page shows any. Text in the tutorial is the output of the Python
+block before it.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 _FENCE = re.compile(
-    r"^(?P<indent> *)(?:<!-- (?P<comment>[^\n]*?) -->\n(?P=indent))?```(?P<language>[^\n]*)\n"
+    r"^(?P<indent> *)(?:(?:<!-- (?P<comment>[^\n]*?) -->|\[`[^`\n]+`\]\((?P<program>[^)\n]+)\))\n"
+    r"(?P=indent))?```(?P<language>[^\n]*)\n"
     r"(?P<text>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,
 )
@@ -40,12 +44,14 @@ class Fence:
         language: The language after the backticks.
         text: The lines between the backticks.
         comment: The text of the comment before it; empty if there is none.
+        program: The target of the link in its caption; empty if it has none.
     """
 
     line: int
     language: str
     text: str
     comment: str
+    program: str = ""
 
     @property
     def is_checked_elsewhere(self) -> bool:
@@ -96,9 +102,9 @@ class Fence:
                 return f"there is no {path}"
             found = not name or f"def {name}(" in (root / path).read_text()
             return "" if found else f"{path} has no {name}"
-        if self.comment and not (
-            self.file_name or self.comment.endswith(".py") or _SESSION.fullmatch(self.comment)
-        ):
+        if self.program and not (page.parent / self.program).is_file():
+            return f"there is no {self.program}"
+        if self.comment and not (self.file_name or _SESSION.fullmatch(self.comment)):
             return f"the comment {self.comment!r} is unknown"
         if self.language == "text" and "tutorial" not in page.parts:
             return "" if self.comment else "text needs a comment"
@@ -116,6 +122,21 @@ def read_fences(page: Path) -> list[Fence]:
             match["language"],
             match["text"],
             match["comment"] or "",
+            match["program"] or "",
         )
         for match in _FENCE.finditer(text)
     ]
+
+
+def join_listings(listings: Sequence[str]) -> str:
+    """Return the file that a reader types from its listings: two empty lines are between them."""
+    return "\n\n\n".join(text.strip("\n") for text in listings) + "\n"
+
+
+def type_programs(page: Path) -> dict[str, str]:
+    """Return the files that a reader types from a page, by name."""
+    listings: dict[str, list[str]] = {}
+    for fence in read_fences(page):
+        if fence.program:
+            listings.setdefault(Path(fence.program).name, []).append(fence.text)
+    return {name: join_listings(texts) for name, texts in listings.items()}

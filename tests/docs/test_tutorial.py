@@ -1,4 +1,8 @@
-"""The tutorial: each of its programs and pages runs as a reader runs it."""
+"""The tutorial: each of its programs and pages runs as a reader runs it.
+
+A reader types the listings of one page into an empty directory, and runs its commands there. That
+the site shows these listings and commands is checked by `tools/check_site.py` when it is built.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.fences import Fence, read_fences
+from tests.docs.fences import Fence, read_fences, type_programs
 from tests.docs.sessions import check_session, mask, run
 
 pytestmark = pytest.mark.slow
@@ -32,42 +36,48 @@ def check_python(fence: Fence, following: Fence | None, directory: Path) -> None
         assert ended.stdout == following.text
 
 
-def is_part(block: str, source: str) -> bool:
-    """Return whether a block is part of a program, whatever its indentation and line breaks."""
-    return _join_lines(block) in _join_lines(source)
+def type_page(page: Path, directory: Path) -> None:
+    """Write the files that a page lists, and check that they are the programs."""
+    for name, text in type_programs(page).items():
+        assert text == (PROGRAMS / name).read_text(), f"{page.name} is not {name}"
+        (directory / name).write_text(text)
 
 
-def _join_lines(text: str) -> str:
-    return re.sub(r",(?=[)\]}])", "", re.sub(r"\s+", "", text))
+def test_every_program_is_listed_whole_by_one_page() -> None:
+    listed = [name for page in PAGES for name in type_programs(page)]
+    assert sorted(listed) == sorted(path.name for path in PROGRAMS.glob("*.py"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_blocks_of_a_page(page: Path, directory: Path) -> None:
+def test_blocks_of_a_page(page: Path, tmp_path: Path) -> None:
+    type_page(page, tmp_path)
     fences = read_fences(page)
     for number, fence in enumerate(fences):
-        if fence.is_checked_elsewhere:
+        if fence.is_checked_elsewhere or fence.program:
             continue
-        if fence.comment.endswith(".py"):
-            source = (ROOT / fence.comment).read_text()
-            assert is_part(fence.text, source), f"{page.name}:{fence.line} is not in the program"
-        elif fence.language == "console":
-            check_session(fence, directory)
+        if fence.language == "console":
+            check_session(fence, tmp_path)
         elif fence.language == "python":
-            check_python(fence, [*fences[number + 1 :], None][0], directory)
+            check_python(fence, [*fences[number + 1 :], None][0], tmp_path)
         else:
             assert fence.language == "text", f"{page.name}:{fence.line}: {fence.language!r}"
 
 
-def test_a_killed_rank(directory: Path) -> None:
+def test_a_killed_rank(tmp_path: Path) -> None:
     """The output on the last page, apart from the stack trace, pids and digits."""
-    page = (ROOT / "docs" / "tutorial" / "trainer.md").read_text()
-    shown = page.partition("--kill 35\n")[2].partition("```")[0].splitlines()
-    command = "phalanx run --nproc-per-node 2 --max-restarts 1 trainer.py runs/digits --kill 35"
+    page = ROOT / "docs" / "tutorial" / "trainer.md"
+    type_page(page, tmp_path)
+    [(command, shown)] = [
+        each
+        for fence in read_fences(page)
+        for each in fence.commands
+        if each[0].endswith(" --kill 35")
+    ]
     varying = Fence(0, "console", "", "digits vary")
     told = None
     # On a busy machine, the launcher may stop rank 0 before that has printed its exception.
     for _ in range(3):
-        ended = run(f"{command} 2>&1", directory)
+        ended = run(f"{command} 2>&1", tmp_path)
         assert ended.returncode == 0, ended.stdout
         found = [mask(line, varying) for line in ended.stdout.splitlines()]
         for line in [line for line in shown if "PeerLost" not in line and line != "..."]:
@@ -75,7 +85,7 @@ def test_a_killed_rank(directory: Path) -> None:
         pattern = r"PeerLost: .* rank 1 \(pid N\) was killed by SIGKILL"
         if told := re.search(pattern, "\n".join(found)):
             break
-        shutil.rmtree(directory / "runs")
+        shutil.rmtree(tmp_path / "runs")
     assert told, ended.stdout
 
 
