@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -224,13 +225,11 @@ def test_lines_without_terminal(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bar_in_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     screen = io.StringIO()
 
-    def console(**options: Any) -> Any:
-        from rich.console import Console
-
+    def console(**options: Any) -> Console:
         del options["stderr"]
         return Console(file=screen, force_terminal=True, width=120, **options)
 
-    monkeypatch.setattr(progress, "Console", console)
+    monkeypatch.setattr(progress, "make_console", console)
     monkeypatch.setattr(progress, "_REFRESH_SECONDS", 0.0)
     trainer(progress=True, epochs=2, checkpoints=tmp_path).fit()
     trainer(progress=True, epochs=3, global_batch=25, checkpoints=tmp_path).fit()

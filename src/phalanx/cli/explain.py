@@ -4,7 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from phalanx.cli.output import AsJson, Output, check_writable, make_console, write_json
+from phalanx.cli.output import AsJson, Output, check_writable, write_json
+from phalanx.system.console import has_styles, make_console
 
 SETTINGS: dict[str, Any] = {
     "help": "\n\n".join(
@@ -51,7 +52,7 @@ def command(
     if json:
         return
     console = make_console()
-    if console.is_terminal:
+    if has_styles(console):
         console.print(explain(found))
     else:
         print(as_text(found, sys.stdout.encoding or "utf-8"), end="")

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.system.notebook import OutputReader
+
 _FLUSH_SECONDS = 0.2
 """Seconds after which an unfinished line (a prompt, a row of dots) is shown."""
 
@@ -71,7 +73,7 @@ class Sink:
 class _Stream:
     rank: int
     fd: int
-    sink: Sink | None
+    sink: Sink | OutputReader | None
     prefix: bytes
     tail: deque[bytes] | None
     pending: bytes = b""
@@ -95,13 +97,15 @@ class OutputForwarder:
         self._tails: dict[int, deque[bytes]] = {}
         self._exits: dict[int, Exit] = {}
 
-    def add_stream(self, rank: int, fd: int, sink: Sink | None, prefix: str, *, keep: bool) -> None:
+    def add_stream(
+        self, rank: int, fd: int, sink: Sink | OutputReader | None, prefix: str, *, keep: bool
+    ) -> None:
         """Forward the lines from the read end of a pipe, which this object takes over and closes.
 
         Args:
             rank: The rank that writes to the pipe.
             fd: The read end of the pipe.
-            sink: The stream that gets the lines; None to drop them.
+            sink: The stream, or the reader of outputs, that gets the lines; None to drop them.
             prefix: The text at the beginning of every line.
             keep: True to keep the last lines for `tail`.
         """
