@@ -38,6 +38,7 @@ def make_console(*, stderr: bool = False, quiet: bool = False) -> Console:
         highlight=False,
         width=None if is_tty or "COLUMNS" in os.environ else _PLAIN_WIDTH,
         force_terminal=None if can_redraw else False,
+        force_interactive=None if can_redraw else False,
         force_jupyter=False,
         color_system=colors.color_system,  # type: ignore[arg-type]
     )
