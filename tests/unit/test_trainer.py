@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -226,13 +227,11 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """Return a terminal that gets what the trainer displays."""
     screen = io.StringIO()
 
-    def console(**options: Any) -> Any:
-        from rich.console import Console
-
+    def console(**options: Any) -> Console:
         del options["stderr"]
         return Console(file=screen, force_terminal=True, width=120, **options)
 
-    monkeypatch.setattr(progress, "Console", console)
+    monkeypatch.setattr(progress, "make_console", console)
     monkeypatch.setattr(progress, "_REFRESH_SECONDS", 0.0)
     return screen
 

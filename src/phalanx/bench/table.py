@@ -18,6 +18,7 @@ from rich.text import Text
 from phalanx.bench.operations import ALGORITHMS, OPERATIONS
 from phalanx.bench.plan import Variant, format_size
 from phalanx.bench.systems import MPI
+from phalanx.system.console import make_console
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,7 +70,7 @@ class Display:
 
     def __init__(self, plan: Plan, console: Console | None = None) -> None:
         """Create a display on `console`, by default stdout."""
-        self._console = console or Console(highlight=False)
+        self._console = console or make_console()
         self._systems = list(plan.systems)
         self._ranks = plan.ranks
         self._table: Table | None = None

@@ -193,11 +193,10 @@ def make_plans(
 
 
 def _measure(plan: "Plan", as_json: bool) -> "Report":
-    from rich.console import Console
-
     from phalanx.bench.measurement import measure
     from phalanx.bench.table import AlgorithmsDisplay, Display
+    from phalanx.system.console import make_console
 
-    console = Console(highlight=False, stderr=as_json)
-    with (AlgorithmsDisplay if plan.algorithms else Display)(plan, console) as display:
+    display_class = AlgorithmsDisplay if plan.algorithms else Display
+    with display_class(plan, make_console(stderr=as_json)) as display:
         return measure(plan, display)

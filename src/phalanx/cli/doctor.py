@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phalanx.cli.output import AsJson, Output, check_writable, make_console, write_json
+from phalanx.cli.output import AsJson, Output, check_writable, write_json
+from phalanx.system.console import make_console
 from phalanx.system.processes import ExitCode
 
 if TYPE_CHECKING:

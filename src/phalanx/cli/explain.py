@@ -4,7 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from phalanx.cli.output import AsJson, Output, check_writable, make_console, write_json
+from phalanx.cli.output import AsJson, Output, check_writable, write_json
+from phalanx.system.console import has_styles, make_console
 
 SETTINGS: dict[str, Any] = {
     "help": "\n\n".join(
@@ -61,16 +62,16 @@ def command(
     if json:
         return
     console = make_console()
-    if console.is_terminal:
+    if has_styles(console):
         console.print(explain(found))
     else:
         print(as_text(found, sys.stdout.encoding or "utf-8"), end="")
 
 
 def _print_tracebacks(job: str | None) -> None:
-    from phalanx.usage_errors import UsageError
     from phalanx.observe.escape import escape
     from phalanx.observe.job_reader import read_tracebacks
+    from phalanx.usage_errors import UsageError
 
     name, texts = read_tracebacks(job)
     if not texts:

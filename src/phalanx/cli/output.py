@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-_PLAIN_WIDTH = 200
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -23,19 +17,6 @@ Output = Annotated[
         "--output", "-o", metavar="FILE", help="Write the JSON to this file, too, and replace it."
     ),
 ]
-
-
-def make_console(*, stderr: bool = False) -> Console:
-    """Return a console on stdout or stderr, with wide lines unless that is a terminal.
-
-    rich omits colours if the variable NO_COLOR is set, if TERM is "dumb", and in a file or a pipe
-    unless FORCE_COLOR is set.
-    """
-    from rich.console import Console
-
-    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
-    width = None if is_terminal or "COLUMNS" in os.environ else _PLAIN_WIDTH
-    return Console(highlight=False, stderr=stderr, width=width)
 
 
 def check_writable(path: Path | None, option: str = "--output") -> None:

@@ -355,10 +355,11 @@ def explanation(job: str, encoding: str, host: str = "", console: "Console | Non
 
 
 def _explain(job: str) -> None:
-    from rich.console import Console
+    from phalanx.system.console import has_styles, make_console
 
-    console = Console(stderr=True, highlight=False) if sys.stderr.isatty() else None
-    sys.stderr.write(explanation(job, sys.stderr.encoding or "utf-8", console=console))
+    console = make_console(stderr=True)
+    encoding, shown = sys.stderr.encoding or "utf-8", console if has_styles(console) else None
+    sys.stderr.write(explanation(job, encoding, console=shown))
 
 
 def load_torch_quietly() -> None:

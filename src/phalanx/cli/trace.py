@@ -67,12 +67,12 @@ def command(
 
 
 def _write(path: Path, job: "Job", force: bool) -> "list[OperationCounts]":
-    from rich.console import Console
     from rich.progress import track
 
     from phalanx.observe.trace import write
+    from phalanx.system.console import make_console
 
-    console = Console(stderr=True)
+    console = make_console(stderr=True)
     file = _open(path, force)
     try:
         with file:

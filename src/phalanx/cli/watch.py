@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from phalanx.cli.output import AsJson, Output, make_console, open_output
+from phalanx.cli.output import AsJson, Output, open_output
+from phalanx.system.console import make_console
 from phalanx.system.processes import ExitCode
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ def command(
 ) -> None:
     """Watch a job until it ends."""
     console = make_console()
-    can_redraw = sys.stdout.isatty() and not console.is_dumb_terminal
-    once = once or not (can_redraw or as_json)
+    once = once or not (console.is_terminal or as_json)
     file = None if output is None else open_output(output)
     readings = _Readings(job, interval, once, file)
     try:

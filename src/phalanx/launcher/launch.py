@@ -33,6 +33,7 @@ from phalanx.launcher.store import host_store, rank_variables
 from phalanx.launcher.worker import InterpreterState, RankOutcome
 from phalanx.observe.launcher_log_writer import LauncherLogWriter
 from phalanx.system import pickling
+from phalanx.system.notebook import OutputReader, find_cell
 from phalanx.system.processes import ChildProcess, signal_group
 
 STOP_TIMEOUT = 5.0
@@ -306,6 +307,7 @@ class RankProcesses:
         self._forwarder = OutputForwarder()
         self._forwarder.on_exit = self._record_exit
         self._sinks = Sink("stdout"), Sink("stderr")
+        self._cell = find_cell()
         self._stop_time = float("inf")
 
     def __enter__(self) -> RankProcesses:
@@ -327,16 +329,19 @@ class RankProcesses:
         """
         rank = len(self._ranks)
         result = os.memfd_create(f"phalanx-result-{rank}", os.MFD_CLOEXEC)
+        outputs = [] if self._cell is None else [*os.pipe()]
+        descriptors = (self._payload, result, *outputs[1:])
         try:
             process = ChildProcess(
-                self._command(result),
+                self._command(descriptors),
                 env=environ,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=(self._payload, result),
+                pass_fds=descriptors,
             )
         except OSError:
-            os.close(result)
+            for fd in (result, *outputs):
+                os.close(fd)
             raise
         self._ranks.append(_RankProcess(process, result))
         self._launcher_log.start(rank, process.pid)
@@ -345,6 +350,10 @@ class RankProcesses:
         out, err = self._sinks
         self._forwarder.add_stream(rank, _detach_pipe(process.stdout), out, prefix, keep=False)
         self._forwarder.add_stream(rank, _detach_pipe(process.stderr), err, prefix, keep=True)
+        if self._cell is not None:
+            read, write = outputs
+            os.close(write)
+            self._forwarder.add_stream(rank, read, OutputReader(self._cell), "", keep=False)
 
     def wait(self, deadline: float | None) -> bool:
         """Wait until all ranks have ended or one has failed.
@@ -369,9 +378,9 @@ class RankProcesses:
             )
         return True
 
-    def _command(self, result: int) -> list[str]:
+    def _command(self, descriptors: Sequence[int]) -> list[str]:
         path = "\n".join(entry or os.getcwd() for entry in sys.path)
-        arguments = [str(number) for number in (os.getpid(), self._payload, result)]
+        arguments = [str(number) for number in (os.getpid(), *descriptors)]
         return [sys.executable, "-c", _WORKER, *arguments, path]
 
     def _collect_results(self) -> None:

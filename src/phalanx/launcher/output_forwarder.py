@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.system.notebook import OutputReader
+
 _FLUSH_SECONDS = 0.2
 """Seconds after which an unfinished line (a prompt, a row of dots) is shown."""
 
@@ -72,7 +74,7 @@ class Sink:
 class _Stream:
     rank: int
     fd: int
-    sink: Sink | None
+    sink: Sink | OutputReader | None
     prefix: bytes
     tail: deque[bytes] | None
     replaced: re.Pattern[bytes] | None
@@ -101,7 +103,7 @@ class OutputForwarder:
         self,
         rank: int,
         fd: int,
-        sink: Sink | None,
+        sink: Sink | OutputReader | None,
         prefix: str,
         *,
         keep: bool,
@@ -112,7 +114,7 @@ class OutputForwarder:
         Args:
             rank: The rank that writes to the pipe.
             fd: The read end of the pipe.
-            sink: The stream that gets the lines; None to drop them.
+            sink: The stream, or the reader of outputs, that gets the lines; None to drop them.
             prefix: The text at the beginning of every line.
             keep: True to keep the last lines for `tail`.
             replaced: A text that is removed from the beginning of lines, since `prefix` says the

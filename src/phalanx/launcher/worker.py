@@ -2,8 +2,9 @@
 
 `phalanx.launcher.launch` starts it with the caller's pid and the descriptors of two memory files as
 its arguments. The payload file holds an `InterpreterState` and the pickled call; the worker writes
-a `RankOutcome` to the result file. This module imports nothing heavy, so that a function that does
-not need torch does not pay for it.
+a `RankOutcome` to the result file. If the caller is a notebook, a third descriptor is a pipe for
+outputs in its cell. This module imports nothing heavy, so that a function that does not need torch
+does not pay for it.
 """
 
 import linecache
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.launcher.rank_bootstrap import die_with_parent
+from phalanx.system.notebook import inherit_cell
 from phalanx.system.tracebacks import format_folded
 
 
@@ -41,10 +43,13 @@ class RankOutcome:
 
 def main() -> None:
     """Run one rank; exit with code 1 after an exception, otherwise as Python does."""
-    parent, payload, result = map(int, sys.argv[1:])
+    parent, *descriptors = map(int, sys.argv[1:])
+    payload, result, *cell = descriptors
     die_with_parent(parent)
-    os.set_inheritable(payload, False)
-    os.set_inheritable(result, False)
+    for fd in descriptors:
+        os.set_inheritable(fd, False)
+    if cell:
+        inherit_cell(*cell)
     try:
         outcome = RankOutcome(value=_call(payload))
     except SystemExit as end:

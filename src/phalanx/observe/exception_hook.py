@@ -18,15 +18,9 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from phalanx import _native, env
-from phalanx.errors import (
-    Aborted,
-    CollectiveMismatch,
-    CollectiveTimeout,
-    PeerLost,
-    UsageError,
-)
 from phalanx.observe.escape import encodable
 from phalanx.system.tracebacks import find_last_own_frame, format_folded
+from phalanx.usage_errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,7 +35,6 @@ CAUSED_BY = " (caused by "
 _MAX_CAUSES = 16
 _WORKER_EXIT_SECONDS = 0.2
 
-_CONSEQUENCES = (PeerLost, CollectiveTimeout, CollectiveMismatch, Aborted)
 _LABEL = re.compile(r"\[rank (\d+)/\d+ on [^\]]*\] ")
 """The beginning of the message of an error in a group; the prefix of the launcher has it too."""
 _CONVERTED = re.compile(r"[^:\n]*: (PeerLost|CollectiveTimeout|Aborted): (.*)")
@@ -195,10 +188,14 @@ def describe_consequence(error: BaseException) -> str:
 
 def _find_consequence(error: BaseException) -> tuple[str, str] | None:
     """Return the name and message of an error about other ranks; None for another exception."""
+    # Imported here because it imports torch: what reads records needs only the names above.
+    from phalanx.errors import Aborted, CollectiveMismatch, CollectiveTimeout, PeerLost
+
     text = str(error)
     if type(error) is RuntimeError and (converted := _CONVERTED.match(text)):
         return converted[1], converted[2]
-    if not isinstance(error, _CONSEQUENCES) or not error.ranks:
+    consequences = (PeerLost, CollectiveTimeout, CollectiveMismatch, Aborted)
+    if not isinstance(error, consequences) or not error.ranks:
         return None
     is_own = os.environ.get("RANK", "") in map(str, error.ranks)
     return None if is_own else (type(error).__name__, text)

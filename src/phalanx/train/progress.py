@@ -1,10 +1,16 @@
-"""The display of progress: a bar or lines from rank 0, TensorBoard, and `phalanx watch`."""
+"""The display of progress: a bar or lines from rank 0, TensorBoard, and `phalanx watch`.
+
+A terminal has a bar on stderr, below the lines, and a notebook has one below the cell. There the
+lines are on stdout, because notebooks show stderr as errors, in red.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import io
 import time
-from typing import Any
+import uuid
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -12,11 +18,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from phalanx.errors import UsageError
 from phalanx.observe.recorder import report
 from phalanx.observe.wait_time import measure_wait_share
+from phalanx.system.console import make_console
 from phalanx.system.extras import install_command
+from phalanx.system.notebook import find_cell
+
+if TYPE_CHECKING:
+    from phalanx.system.notebook import Cell
 
 # Seconds between updates of speed and wait share, and between lines if there is no bar.
 _REFRESH_SECONDS = 1.0
 _LINE_SECONDS = 10.0
+# Seconds between two drawings of a notebook's bar.
+_DRAW_SECONDS = 0.2
+_CELL_WIDTH = 120
 
 
 class Display:
@@ -29,8 +43,10 @@ class Display:
     """
 
     def __init__(self, *, is_main: bool, enabled: bool, has_recorder: bool) -> None:
-        self._console = Console(stderr=True, quiet=not (is_main and enabled), highlight=False)
-        self._bar: Progress | None = None
+        is_quiet = not (is_main and enabled)
+        self._cell = None if is_quiet else find_cell()
+        self._console = make_console(stderr=self._cell is None, quiet=is_quiet)
+        self._bar: _TerminalBar | _CellBar | None = None
         self._is_main, self._has_recorder = is_main, has_recorder
         self._writer: Any = None
         self._samples, self._blocked, self._text = 0, 0.0, ""
@@ -49,7 +65,7 @@ class Display:
             self._writer.close()
 
     def begin(self, step: int, steps: int, writer: Any) -> None:
-        """Start a progress bar at `step` of `steps` if stderr is a terminal.
+        """Start a progress bar at `step` of `steps` in a terminal or a notebook.
 
         Args:
             step: Number of steps completed so far.
@@ -57,17 +73,10 @@ class Display:
             writer: The TensorBoard writer on rank 0, or None. It is closed on exit.
         """
         self._steps, self._writer = steps, writer
-        if self._console.is_terminal and not self._console.quiet:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[text]}"),
-                console=self._console,
-            )
-            self._bar.add_task("training", completed=step, total=steps, text="")
-            self._bar.start()
+        if self._cell is not None:
+            self._bar = _CellBar(self._cell, step, steps)
+        elif self._console.is_terminal and not self._console.quiet:
+            self._bar = _TerminalBar(self._console, step, steps)
 
     def flush(self) -> None:
         """Flush the TensorBoard writer, so that its files cover the next checkpoint's steps."""
@@ -109,7 +118,7 @@ class Display:
             self._refresh(now, step)
         if self._bar is not None:
             text = f"loss {metrics['loss']:.4f}  {self._text}"
-            self._bar.update(self._bar.task_ids[0], completed=step, text=text)
+            self._bar.update(step, text)
         elif now - self._last_line >= _LINE_SECONDS * 1e9:
             self._last_line = now
             self.print_line(
@@ -148,6 +157,69 @@ class Display:
         if self._writer is not None:
             for name, value in evaluation.items():
                 self._writer.add_scalar(f"evaluate/{name}", value, step)
+
+
+class _TerminalBar:
+    """A progress bar on a terminal, which a thread of rich redraws until it is stopped."""
+
+    def __init__(self, console: Console, step: int, steps: int) -> None:
+        self._progress = _make_progress(console, step, steps)
+        self._progress.start()
+
+    def update(self, step: int, text: str) -> None:
+        self._progress.update(self._progress.task_ids[0], completed=step, text=text)
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+
+class _CellBar:
+    """A progress bar below the cell of a notebook."""
+
+    def __init__(self, cell: Cell, step: int, steps: int) -> None:
+        self._cell = cell
+        self._id = f"phalanx-{uuid.uuid4().hex}"
+        self._page = Console(
+            file=io.StringIO(),
+            record=True,
+            width=_CELL_WIDTH,
+            force_terminal=False,
+            force_jupyter=False,
+            color_system="truecolor",
+        )
+        self._progress = _make_progress(self._page, step, steps)
+        self._draw(replaces=False)
+
+    def update(self, step: int, text: str) -> None:
+        self._progress.update(self._progress.task_ids[0], completed=step, text=text)
+        if time.monotonic() - self._last_draw >= _DRAW_SECONDS:
+            self._draw(replaces=True)
+
+    def stop(self) -> None:
+        self._draw(replaces=True)
+
+    def _draw(self, *, replaces: bool) -> None:
+        self._page.print(self._progress.get_renderable())
+        text = self._page.export_text(clear=False).rstrip()
+        html = self._page.export_html(
+            inline_styles=True, code_format='<pre style="margin: 0">{code}</pre>'
+        )
+        self._page.file = io.StringIO()
+        self._cell.show(self._id, html, text, replaces=replaces)
+        self._last_draw = time.monotonic()
+
+
+def _make_progress(console: Console, step: int, steps: int) -> Progress:
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[text]}"),
+        console=console,
+    )
+    progress.add_task("training", completed=step, total=steps, text="")
+    return progress
 
 
 def check_tensorboard() -> None:

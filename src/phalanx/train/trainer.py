@@ -124,7 +124,8 @@ class Trainer:
             1, and the means over its samples: "loss" and the metrics.
         tensorboard: A directory for TensorBoard's files, which rank 0 writes. If steps are repeated
             after a restart, TensorBoard shows the new ones. Use a separate directory for each run.
-        progress: True to show a progress bar on rank 0, or lines if stderr is not a terminal.
+        progress: True to show a progress bar on rank 0, or lines if stderr is not a terminal. A
+            notebook has both, below the cell.
         elastic: True to continue when ranks are lost, with newcomers in their places, as
             `phalanx run --elastic` starts them. The model must be a plain module or a
             SharedDataParallel with elastic=True, and no collective may be between the formation of
