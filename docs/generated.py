@@ -33,8 +33,13 @@ class GeneratedDirective(SphinxDirective):
         self.env.note_reread()  # the content changes with the code, and not with the page
         container = nodes.container()
         lines = StringList(self.generate().splitlines(), source=self.name)
+        page = self.state_machine.node
+        before = len(page.children)
         self.state.nested_parse(lines, self.content_offset, container, match_titles=True)
-        return container.children
+        # The parser has added sections to the page itself, in front of the text above them.
+        sections = page.children[before:]
+        del page[before:]
+        return [*container.children, *sections]
 
     def generate(self) -> str:
         """Return the content."""
@@ -85,7 +90,7 @@ class PublicNames(GeneratedDirective):
         rows, documented = [], [f".. py:module:: {name}\n"]
         for each in sorted(module.__all__, key=str.lower):
             value = getattr(module, each)
-            is_error = getattr(value, "__module__", "") == "phalanx.errors"  # on a page of their own
+            is_error = getattr(value, "__module__", "") == "phalanx.errors"  # on another page
             if is_error or inspect.ismodule(value) or each in self.options.get("exclude", ()):
                 continue
             first = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())

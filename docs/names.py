@@ -17,12 +17,53 @@ _NAME = re.compile(r"(?=[A-Z]|\w*[._]\w|\w*\(\)$)[A-Za-z_][\w.]*\w(?=(?:\(\))?$)
 PYTHON = "https://docs.python.org/3/library/"
 TORCH = "https://docs.pytorch.org/docs/stable/"
 PAGES = {
-    PYTHON + "functions.html": "property",
-    PYTHON + "stdtypes.html": "bytes dict frozenset int float list memoryview set str tuple",
+    PYTHON + "collections.abc.html": "collections.abc.Callable collections.abc.Iterable "
+    "collections.abc.Iterator collections.abc.Mapping collections.abc.Sequence "
+    "collections.abc.Sized",
+    PYTHON + "constants.html": "False None True",
+    PYTHON + "dataclasses.html": "dataclasses.InitVar",
+    PYTHON + "datetime.html": "datetime.timedelta",
+    PYTHON + "exceptions.html": "BaseException Exception KeyboardInterrupt OSError RuntimeError "
+    "StopIteration TimeoutError TypeError ValueError",
+    PYTHON + "functions.html": "bool float int object",
+    PYTHON + "os.html": "os.PathLike",
+    PYTHON + "pathlib.html": "pathlib.Path",
+    PYTHON + "stdtypes.html": "bytes dict frozenset list memoryview set str tuple",
+    PYTHON + "typing.html": "typing.Any",
+    TORCH + "data.html": "torch.utils.data.DataLoader torch.utils.data.Dataset "
+    "torch.utils.data.distributed.DistributedSampler",
+    TORCH + "distributed.html": "torch.distributed torch.distributed.DistBackendError "
+    "torch.distributed.DistError torch.distributed.ReduceOp "
+    "torch.distributed.destroy_process_group torch.distributed.get_rank "
+    "torch.distributed.init_process_group torch.distributed.new_group",
+    TORCH + "futures.html": "torch.futures.Future",
+    TORCH + "optim.html": "torch.optim.Optimizer",
+    TORCH + "rpc.html": "torch.distributed.rpc",
+    TORCH + "tensor_attributes.html": "torch.device torch.dtype",
+    TORCH + "tensors.html": "torch.Tensor",
+    **{
+        f"{TORCH}generated/{name}.html": name
+        for name in (
+            "torch.nn.BatchNorm1d",
+            "torch.nn.EmbeddingBag",
+            "torch.nn.Module",
+            "torch.nn.SyncBatchNorm",
+            "torch.nn.parallel.DistributedDataParallel",
+            "torch.nn.utils.clip_grad_norm_",
+        )
+    },
 }
-"""The pages of other projects, and the names that each documents; `generated/` has one for each."""
+"""The pages of other projects, and the names that the site mentions."""
 
 URLS = {name: f"{page}#{name}" for page, names in PAGES.items() for name in names.split()}
+# Modules have an anchor of another form, and what is imported has a short name too.
+URLS |= {
+    name: f"{url.partition('#')[0]}#module-{name}"
+    for name, url in URLS.items()
+    if name in ("torch.distributed", "torch.distributed.rpc")
+}
+URLS |= {name.rpartition(".")[2]: url for name, url in URLS.items() if "." in name}
+URLS |= {name.replace("torch.distributed.", "dist."): url for name, url in URLS.items()}
 
 
 def mark_code(_app: Any, *details: Any) -> None:
@@ -38,7 +79,7 @@ def mark_code(_app: Any, *details: Any) -> None:
     lines[:] = CODE.sub(mark, "\n".join(lines)).splitlines()
 
 
-def link_other_projects(_app: Any, env: Any, node: Any, content: Any) -> nodes.Node | None:
+def link_other_projects(app: Any, env: Any, node: Any, content: Any) -> nodes.Node | None:
     """Link a name that is not documented on this site."""
     if node.get("refdomain") != "py":
         return None
@@ -47,14 +88,12 @@ def link_other_projects(_app: Any, env: Any, node: Any, content: Any) -> nodes.N
         return nodes.reference("", "", content, internal=False, refuri=URLS[target])
     if target[:1].isupper():  # a class of another module of Phalanx
         domain = env.get_domain("py")
-        found = [name for name in domain.objects if name.endswith(f".{target}")]
+        entries = (entry for name, entry in domain.objects.items() if name.endswith(f".{target}"))
+        found = {(entry.docname, entry.node_id) for entry in entries}  # aliases have the same
         if len(found) == 1:
-            entry = domain.objects[found[0]]
-            builder = env.app.builder
-            uri = builder.get_relative_uri(node["refdoc"], entry.docname)
-            return nodes.reference(
-                "", "", content, internal=True, refuri=f"{uri}#{entry.node_id}", reftitle=found[0]
-            )
+            page, anchor = found.pop()
+            uri = f"{app.builder.get_relative_uri(node['refdoc'], page)}#{anchor}"
+            return nodes.reference("", "", content, internal=True, refuri=uri, reftitle=anchor)
     return None
 
 

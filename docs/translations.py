@@ -78,7 +78,7 @@ def link_translation(_app: Any, name: str, source: list[str]) -> None:
 def describe_language(
     app: Any, name: str, _template: str, context: dict[str, Any], _document: Any
 ) -> None:
-    """Tell browsers and search engines the language of a page, and its translation."""
+    """Name the language of a page, and its translation, in its head."""
     context["language"] = "ko" if name.startswith("ko/") else "en"
     if found := find_translation(name):
         target = app.builder.get_relative_uri(name, found[0])
