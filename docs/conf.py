@@ -17,18 +17,23 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx.ext.intersphinx",
     "sphinx_copybutton",
     "captions",
     "generated",
+    "names",
+    "preview",
+    "translations",
 ]
 html_theme = "furo"
 html_title = f"Phalanx {version}"
 html_static_path = ["static"]
+html_favicon = "static/favicon.svg"
+# The address of the published site: pictures in previews of links need it.
+html_baseurl = os.environ.get("PHALANX_SITE_URL", "")
 html_css_files = ["site.css"]
 exclude_patterns = ["_build"]
 
-myst_enable_extensions = ["deflist"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
 # Programs, records of measurements and other files outside of the site are on this page.
 source_url = os.environ.get(
@@ -42,14 +47,6 @@ autodoc_typehints_format = "short"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
-
-intersphinx_mapping = {
-    "python": ("https://docs.python.org/3", None),
-    "torch": ("https://docs.pytorch.org/docs/stable", None),
-}
-# Without a network, links to other projects are left out, and the site is the same otherwise.
-if os.environ.get("PHALANX_DOCS_OFFLINE"):
-    intersphinx_mapping = {}
 
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
 copybutton_prompt_is_regexp = True

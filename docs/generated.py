@@ -1,26 +1,26 @@
-"""Directives of the documentation whose content comes from the code.
+"""Directives of the documentation whose content comes from the code, or from README.
 
 - `environment-variables`: the list of all environment variables.
-- `command-line`: the help of each command.
+- `commands`, `command`: the table of all commands; usage, arguments and options of one.
+- `public-names`: the public names of a module.
+- `from-readme`: a part of README.
 - links to files of the repository that are not pages of the site.
-- a check that the translations follow the current English pages.
 """
 
 from __future__ import annotations
 
-import hashlib
+import importlib
+import inspect
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from command_line import describe_command, summarize_commands
 from docutils import nodes
 from docutils.statemachine import StringList
-from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
-CODE = re.compile(r"(?<![`:])`([^`]+)`(?!`)(\w?)")
-FOLLOWS = re.compile(r"<!-- follows (\S+) ([0-9a-f]{12}) -->")
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\()((?:\.\./)+[^)#\s]*|\.\./[^)#\s]*)(#[^)]*)?\)")
 
@@ -33,8 +33,13 @@ class GeneratedDirective(SphinxDirective):
         self.env.note_reread()  # the content changes with the code, and not with the page
         container = nodes.container()
         lines = StringList(self.generate().splitlines(), source=self.name)
+        page = self.state_machine.node
+        before = len(page.children)
         self.state.nested_parse(lines, self.content_offset, container, match_titles=True)
-        return container.children
+        # The parser has added sections to the page itself, in front of the text above them.
+        sections = page.children[before:]
+        del page[before:]
+        return [*container.children, *sections]
 
     def generate(self) -> str:
         """Return the content."""
@@ -51,23 +56,86 @@ class EnvironmentVariables(GeneratedDirective):
         return "\n".join(f"`{name}`\n: {text}\n" for name, text in sorted(env.VARIABLES.items()))
 
 
-class CommandLine(GeneratedDirective):
-    """The help texts of all commands."""
+class Command(GeneratedDirective):
+    """Usage, arguments and options of a command; of `phalanx` itself without an argument."""
+
+    optional_arguments = 1
 
     def generate(self) -> str:
-        """Return a section for each command."""
-        import typer.testing
+        """Return the sections of the command."""
+        return describe_command(self.arguments[0] if self.arguments else "")
 
-        from phalanx import cli
 
-        os.environ["COLUMNS"] = "88"  # the width of a block of code
-        runner, parts = typer.testing.CliRunner(), []
-        for command in ("", *cli.COMMANDS):
-            arguments = [*filter(None, [command]), "--help"]
-            ended = runner.invoke(cli.make_app(), arguments, prog_name="phalanx")
-            title = f"phalanx {command}".strip()
-            parts.append(f"## `{title}`\n\n```text\n{ended.stdout.strip()}\n```\n")
-        return "\n".join(parts)
+class Commands(GeneratedDirective):
+    """A table of all commands."""
+
+    def generate(self) -> str:
+        """Return the table."""
+        return summarize_commands()
+
+
+class PublicNames(GeneratedDirective):
+    """A table of the public names of a module, and the documentation of each.
+
+    Names that another page documents, and submodules, are left out.
+    """
+
+    required_arguments = 1
+    option_spec: ClassVar[dict[str, Any]] = {"exclude": lambda names: names.split()}
+
+    def generate(self) -> str:
+        """Return the table, then the documentation in the order of the table."""
+        name = self.arguments[0]
+        module = importlib.import_module(name)
+        rows, documented = [], [f".. py:module:: {name}\n"]
+        for each in sorted(module.__all__, key=str.lower):
+            value = getattr(module, each)
+            is_error = getattr(value, "__module__", "") == "phalanx.errors"  # on another page
+            if is_error or inspect.ismodule(value) or each in self.options.get("exclude", ()):
+                continue
+            first = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
+            if not (inspect.isclass(value) or callable(value)):
+                first, kind = "A constant.", "data"
+            else:
+                kind = "class" if inspect.isclass(value) else "function"
+            rows.append(f"| {{py:obj}}`~{name}.{each}` | {first} |")
+            documented.append(f".. auto{kind}:: {name}.{each}\n")
+            if kind == "class":
+                documented.append("   :members:\n")
+        table = "\n".join(("| name | purpose |", "| --- | --- |", *rows))
+        return f"{table}\n\n```{{eval-rst}}\n{''.join(documented)}```\n"
+
+
+class FromReadme(GeneratedDirective):
+    """A section of README, or rows of its table, so that its programs and numbers exist once."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+    option_spec: ClassVar[dict[str, Any]] = {
+        "rows": lambda rows: [row.strip() for row in rows.split(";")],
+        "blocks": lambda numbers: [int(number) for number in numbers.split()],
+    }
+
+    def generate(self) -> str:
+        """Return the blocks with the given numbers, or the table with the given rows."""
+        text = (ROOT / "README.md").read_text(encoding="utf-8")
+        found = re.search(rf"(?ms)^## {re.escape(self.arguments[0])}\n(.*?)(?=^## |\Z)", text)
+        if found is None:
+            raise self.error(f"README.md has no section {self.arguments[0]!r}")
+        if "blocks" in self.options:
+            blocks = re.findall(r"(?ms)^```.*?^```$", found[1])
+            return "\n\n".join(blocks[number] for number in self.options["blocks"])
+        table = [
+            [cell.strip() for cell in line.strip("|").split("|")]
+            for line in re.findall(r"(?m)^\|.*\|$", found[1])
+        ]
+        rows = {row[0]: row for row in table[2:]}
+        if unknown := set(self.options["rows"]) - set(rows):
+            raise self.error(f"the table of README.md has no rows {unknown}")
+        shown = [*table[:2], *(rows[name] for name in self.options["rows"])]
+        # The column that names the measurement is that of README.
+        lines = (f"| {' | '.join([row[0], *row[2:]])} |" for row in shown)
+        return "\n".join(lines).replace("](docs/", "](")
 
 
 def link_to_source(app: Any, name: str, source: list[str]) -> None:
@@ -85,66 +153,13 @@ def link_to_source(app: Any, name: str, source: list[str]) -> None:
     source[0] = LINK.sub(replace, source[0])
 
 
-def mark_code(_app: Any, *details: Any) -> None:
-    """Turn `code` of a docstring into the notation of reStructuredText, ``code``."""
-    lines: list[str] = details[-1]
-    # An escaped space separates the code from letters right after it, as in `RRef`s.
-    text = CODE.sub(
-        lambda match: f"``{match[1]}``" + (f"\\ {match[2]}" if match[2] else ""), "\n".join(lines)
-    )
-    lines[:] = text.splitlines()
-
-
-def skip_members_of_torch(_app: Any, *details: Any) -> bool | None:
-    """Leave out methods whose documentation is PyTorch's."""
-    member = details[2]
-    return True if getattr(member, "__module__", "").startswith("torch.") else None
-
-
-def check_translations(_app: Any) -> None:
-    """Fail if an English page has changed since its translation was last compared with it."""
-    for line in stale_translations():
-        raise ExtensionError(line)
-
-
-def stale_translations() -> list[str]:
-    """Return a line for each translation of another version of its English page.
-
-    The first line of a translation names its English page and the version that it follows.
-    """
-    stale = []
-    for page in sorted((ROOT / "docs" / "ko").rglob("*.md")):
-        name = page.relative_to(ROOT)
-        first = page.read_text(encoding="utf-8").partition("\n")[0]
-        match = FOLLOWS.fullmatch(first)
-        if match is None:
-            stale.append(f"{name}: the first line must be <!-- follows PATH VERSION -->")
-        elif (version := page_version(ROOT / match[1])) != match[2]:
-            stale.append(f"{name} follows {match[2]} of {match[1]}, which is {version} now")
-    return stale
-
-
-def page_version(page: Path) -> str:
-    """Return the version of a page: the first digits of its SHA-256."""
-    return hashlib.sha256(page.read_bytes()).hexdigest()[:12]
-
-
-def shorten_defaults(*event: Any) -> tuple[str, str | None] | None:
-    """Replace the representation of an enumeration's member in a signature by its name."""
-    signature, returned = event[-2:]
-    if not signature:
-        return None
-    return re.sub(r"<RedOpType\.(\w+): \d+>", r"ReduceOp.\1", signature), returned
-
-
 def setup(app: Any) -> dict[str, bool]:
     """Register the directives."""
     app.add_config_value("source_url", "", "env")
     app.add_directive("environment-variables", EnvironmentVariables)
-    app.add_directive("command-line", CommandLine)
-    app.connect("builder-inited", check_translations)
+    app.add_directive("command", Command)
+    app.add_directive("commands", Commands)
+    app.add_directive("public-names", PublicNames)
+    app.add_directive("from-readme", FromReadme)
     app.connect("source-read", link_to_source)
-    app.connect("autodoc-process-docstring", mark_code)
-    app.connect("autodoc-process-signature", shorten_defaults)
-    app.connect("autodoc-skip-member", skip_members_of_torch)
     return {"parallel_read_safe": True}
