@@ -21,6 +21,7 @@ import hypothesis
 import psutil
 import pytest
 
+from tests import copies
 from tests.seeds import fresh_seed
 from tools import gate
 
@@ -42,6 +43,8 @@ hypothesis.settings.load_profile("phalanx")
 
 
 JOBS = pytest.StashKey[str]()
+HELPERS: set[int] = set()
+"""The processes that live as long as the session."""
 
 pytest_sessionfinish = gate.pytest_sessionfinish  # a hook
 
@@ -53,6 +56,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[SESSION_VARIABLE] = SESSION
     # What ranks that are killed leave behind belongs to the session, not to the user.
     config.stash[JOBS] = os.environ["PHALANX_JOBS_DIR"] = tempfile.mkdtemp(prefix="phalanx-tests-")
+    is_main_of_many = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if os.environ.get(copies.VARIABLE) == "1" and not is_main_of_many:
+        HELPERS.add(copies.use_copies().pid)
 
 
 # Their tests start processes: `make test` runs one case of each that is not marked `sampled`.
@@ -164,8 +170,8 @@ def _started_processes() -> set[psutil.Process]:
     found = set(psutil.Process().children(recursive=True))
     found.update(process for process in psutil.process_iter() if _is_ours(process))
     # multiprocessing keeps one helper for the life of the interpreter.
-    helper = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
-    return {process for process in found if process.pid != helper}
+    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+    return {process for process in found if process.pid not in {tracker, *HELPERS}}
 
 
 def _is_ours(process: psutil.Process) -> bool:
