@@ -57,9 +57,7 @@ class Display:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if self._bar is not None:
-            # At the end of the training, the last line says the same. After an error, no line does.
-            self._bar.live.transient = kind is None
-            self._bar.stop()
+            self._bar.stop(is_done=kind is None)
             self._bar = None
         if self._writer is not None:
             self._writer.close()
@@ -169,7 +167,9 @@ class _TerminalBar:
     def update(self, step: int, text: str) -> None:
         self._progress.update(self._progress.task_ids[0], completed=step, text=text)
 
-    def stop(self) -> None:
+    def stop(self, *, is_done: bool) -> None:
+        # At the end of the training, the last line says the same. After an error, no line does.
+        self._progress.live.transient = is_done
         self._progress.stop()
 
 
@@ -195,7 +195,7 @@ class _CellBar:
         if time.monotonic() - self._last_draw >= _DRAW_SECONDS:
             self._draw(replaces=True)
 
-    def stop(self) -> None:
+    def stop(self, *, is_done: bool) -> None:  # noqa: ARG002 - a cell keeps its bar
         self._draw(replaces=True)
 
     def _draw(self, *, replaces: bool) -> None:
