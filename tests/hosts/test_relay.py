@@ -75,9 +75,11 @@ def server() -> Iterator[RelayServer]:
     relay.close()
 
 
-def join_channel(server: RelayServer, rank: int) -> tuple[RelayConnection, RecordingListener]:
+def join_channel(
+    server: RelayServer, rank: int, size: int = 0
+) -> tuple[RelayConnection, RecordingListener]:
     connection, listener = RelayConnection(server.endpoint, KEY), RecordingListener()
-    connection.send(Frame(Kind.JOIN, CHANNEL, rank))
+    connection.send(Frame(Kind.JOIN, CHANNEL, rank, value=size))
     connection.add_listener(CHANNEL, listener)
     return connection, listener
 
@@ -166,6 +168,45 @@ def test_relay_that_ends(server: RelayServer) -> None:
         assert listener._change.wait_for(lambda: listener.reason, LIMIT)
     assert listener.reason == "the connection is gone"
     connection.close()
+
+
+def test_relay_that_ends_when_unused(server: RelayServer) -> None:
+    (first, one), (second, two) = join_channel(server, 0), join_channel(server, 1)
+    first.send(Frame(Kind.SUBSCRIBE, CHANNEL, 1))
+    assert one.wait_for(1) == [(Kind.PRESENT, 1, b"")]
+    server.end_when_unused()
+    first.close()
+    second.send(Frame(Kind.SUBSCRIBE, CHANNEL, 0))
+    assert two.wait_for(1) == [(Kind.GONE, 0, b"")]
+    assert server.keep()
+    server.end_when_unused()
+    second.close()
+    assert server.wait(LIMIT)
+    assert not server.keep()
+    successor = RelayServer(KEY, server.endpoint)
+    exchange(successor)
+    successor.close()
+
+
+def test_message_for_a_rank_that_never_joins(
+    server: RelayServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is kept for as long as the rank may take to connect, and its loss is reported."""
+    monkeypatch.setattr("phalanx.transports.relay.server.CONNECT_SECONDS", 0.1)
+    connection, _ = join_channel(server, 0, size=3)
+    for peer in (1, 2, 2):
+        connection.send(Frame(Kind.EAGER, CHANNEL, peer), b"text")
+    connection.send(Frame(Kind.LEAVE, CHANNEL, 0, value=LeaveReason.CLOSED))
+    connection.close()
+    late, listener = join_channel(server, 1)
+    assert listener.wait_for(1) == [(Kind.EAGER, 0, b"text")]
+    with caplog.at_level(logging.WARNING, "phalanx"):
+        server.end_when_unused()
+        late.close()
+        assert server.wait(LIMIT)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "2 messages that it could not deliver" in message
+    assert "ranks 2 of" in message
 
 
 def open_transport(name: str = "relay") -> tuple[transports.Transport, int]:
@@ -273,7 +314,7 @@ def receive_while_joining() -> bytes:
         assert transport.send(memoryview(buffer), 1, 0).wait(LIMIT)
         peer: Any = transport._peers[1]  # type: ignore[attr-defined]
         end = time.monotonic() + LIMIT
-        while not peer.is_idle:
+        while peer._queued_frames:
             assert time.monotonic() < end
             time.sleep(0.001)
         (folder / "sent").touch()
@@ -310,6 +351,30 @@ def test_peer_that_vanishes(ranks: RankServer) -> None:
     first, second = ranks.start(2, lose_peer_silently, timeout=None).join()
     assert first.value > 1
     assert second.code == -signal.SIGKILL
+
+
+def receive_late() -> None:
+    """Rank 1 opens its transport when all others have sent to it and left, with the relay."""
+    rank = int(os.environ["RANK"])
+    if rank == 1:
+        for other in (0, 2):
+            wait_for_file(f"left{other}")
+    transport, _ = open_transport()
+    for number in range(10):
+        if rank == 1:
+            for other in (0, 2):
+                buffer = bytearray(100)
+                assert transport.recv(memoryview(buffer), other, 3).wait(LIMIT)
+                assert buffer == make_data(10 * other + number, 100)
+        else:
+            data = make_data(10 * rank + number, 100)
+            assert transport.send(memoryview(data), 1, 3).wait(LIMIT)
+    transport.close()
+    marker_file(f"left{rank}").touch()
+
+
+def test_messages_to_a_rank_that_connects_late(ranks: RankServer) -> None:
+    ranks.run(3, receive_late, timeout=None)
 
 
 def several_groups() -> int:
@@ -366,6 +431,104 @@ def test_rank_with_the_relay_dies(ranks: RankServer) -> None:
     assert first.code == -signal.SIGKILL
     for other in others:
         assert f"rank 0 (pid {first.pid} on " in other.value
+
+
+def form_group(size: int, name: str = "store") -> int:
+    rank = int(os.environ["RANK"])
+    os.environ["PHALANX_KEY_FD"] = str(key.to_sealed_memory(KEY))
+    url = f"file://{os.environ['FOLDER']}/{name}"
+    options = phalanx.Options("relay")
+    dist.init_process_group(
+        "phalanx", init_method=url, rank=rank, world_size=size, pg_options=options
+    )
+    return rank
+
+
+def go_on_without_rank_0(is_destroyed: bool) -> None:
+    rank = form_group(3)
+    connect_ranks()
+    if rank == 0:
+        if is_destroyed:
+            dist.destroy_process_group()
+        marker_file("left").touch()
+        return
+    wait_for_file("left")
+    tensor, end = torch.ones(100_000), time.monotonic() + 4
+    while tensor.any():
+        if rank == 1:
+            dist.recv(tensor, 2)
+        else:
+            tensor.fill_(time.monotonic() < end)
+            dist.send(tensor, 1)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_destroyed", [True, False], ids=["destroyed", "exited"])
+def test_rank_with_the_relay_leaves_first(ranks: RankServer, is_destroyed: bool) -> None:
+    ranks.run(3, go_on_without_rank_0, is_destroyed, timeout=None, hosts="abc")
+
+
+def die_after_rank_0_has_left() -> None:
+    rank = form_group(3)
+    connect_ranks()
+    if rank == 1:
+        wait_for_file("left")
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.destroy_process_group()
+    marker_file("left").touch()
+
+
+def test_relay_does_not_wait_for_a_rank_that_died(ranks: RankServer) -> None:
+    run = ranks.start(3, die_after_rank_0_has_left, timeout=None, hosts="abc")
+    assert [each.code for each in run.join()] == [0, -signal.SIGKILL, 0]
+
+
+def wait_for_rank_0() -> str:
+    """Rank 0 ends without leaving the group, and its process goes on, since rank 2 does."""
+    rank = form_group(3)
+    connect_ranks()
+    error = ""
+    if rank == 1:
+        with pytest.raises(phalanx.CollectiveMismatch, match="has left the group") as caught:
+            dist.recv(torch.empty(1), 0)
+        error = str(caught.value)
+        marker_file("known").touch()
+    elif rank == 2:
+        wait_for_file("known")
+    return error
+
+
+def test_rank_on_the_host_of_a_relay_that_goes_on(ranks: RankServer) -> None:
+    """It learns that the rank does no more, although its process has not ended."""
+    first, second, third = ranks.start(3, wait_for_rank_0, timeout=None, hosts="aab").join()
+    assert (first.code, third.code) == (0, 0)
+    assert "this process has the relay that other ranks still use" in first.stderr
+    assert f"rank 0 (pid {first.pid})" in second.value
+
+
+def form_groups_again(port: int) -> int:
+    """Each group has its relay on the same port, on which the former may still be in use."""
+    os.environ["PHALANX_ADVERTISE_ADDR"] = f"localhost:{port}"
+    used = set()
+    for number in range(4):
+        rank = form_group(2, f"store{number}")
+        tensor = torch.ones(100_000)
+        dist.all_reduce(tensor)
+        assert (tensor == 2).all()
+        connections = psutil.Process().net_connections()
+        used |= {each.laddr.port for each in connections if each.status == "LISTEN"}
+        if rank == number % 2:
+            dist.destroy_process_group()
+            marker_file(f"left{number}").touch()
+        else:
+            wait_for_file(f"left{number}")
+            dist.destroy_process_group()
+    assert used == ({port} if rank == 0 else set())
+    return len(used)
+
+
+def test_relay_after_relay(ranks: RankServer) -> None:
+    assert ranks.run(2, form_groups_again, find_free_port(), timeout=None, hosts="ab") == [1, 0]
 
 
 def shrink_behind_the_relay(rounds: list[list[int]]) -> None:

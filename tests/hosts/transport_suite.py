@@ -30,7 +30,7 @@ def job_store(name: str) -> dist.Store:  # type: ignore[name-defined]
 
 
 def run_case(transport: str, number: int, rank: int) -> None:
-    """Run a case in the forked process, and end the process."""
+    """Run a case in the forked process, and end the process in order: it may have the relay."""
     size, case = CASES[number]
 
     def open_transport(name: str) -> tuple[transports.Transport, int, int]:
@@ -46,7 +46,7 @@ def run_case(transport: str, number: int, rank: int) -> None:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    os._exit(0)
+    sys.exit()
 
 
 def main() -> None:

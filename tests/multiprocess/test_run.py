@@ -33,9 +33,9 @@ def phalanx(tmp_path):
     environ = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     started = []
 
-    def start(*args):
+    def start(*args, command=PHALANX):
         process = subprocess.Popen(
-            [*PHALANX, *map(str, args)],
+            [*command, *map(str, args)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -221,8 +221,24 @@ def test_no_rank_outlives_the_agent(phalanx, script, number):
     if number == signal.SIGKILL:
         assert process.returncode == -number
     else:
-        assert process.returncode == 128 + number
-        assert launcher_lines(err) == [f"phalanx run: stopped by {number.name}"]
+        assert process.returncode == 128 + number, err
+        assert launcher_lines(err) == [f"phalanx run: stopped by {number.name}"], err
+
+
+def test_a_signal_before_the_start_of_a_rank_is_recorded(phalanx, script):
+    program = """
+import os, signal
+from phalanx.cli import main
+from phalanx.launcher.elastic_agent import Agent
+Agent._record_start = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+main()
+"""
+    name = script("import time\ntime.sleep(50)\n")
+    command = [sys.executable, "-c", program]
+    process = phalanx.start("run", "--nproc-per-node", "2", name, command=command)
+    _, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    assert launcher_lines(err) == ["phalanx run: stopped by SIGTERM"], err
 
 
 def test_restart_after_a_failure(phalanx, script):

@@ -9,7 +9,8 @@ so it is no failure. All other failures that nobody has seen are raised by `dest
 A script that ends without `destroy_process_group()` does the same, with two differences. Nobody can
 use what a receive brings, so receives are given up at once. And the group is not left: peers that
 still need this rank learn of its death, with the exit code as the reason. The threads are stopped
-while the interpreter still runs.
+while the interpreter still runs. Only if the process must run on for other processes, as one with
+their relay, the group is left after all.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from phalanx.backend.membership import LEFT_ERRORS, Membership, memberships
 from phalanx.backend.work import MessageWork
 from phalanx.observe import recorder
 from phalanx.system.polling import attempts
+from phalanx.transports.shutdown_hooks import register_wait_hook
 
 _logger = logging.getLogger("phalanx")
 _LONGEST_PAUSE = 0.01
@@ -152,4 +154,10 @@ def _stop_at_exit() -> None:
     recorder.close()
 
 
+def _leave_before_wait() -> None:
+    for membership in memberships():
+        membership.leave()
+
+
+register_wait_hook(_leave_before_wait)
 atexit.register(_stop_at_exit)

@@ -185,8 +185,10 @@ class Agent(LocalElasticAgent):
         handlers: dict[int, Any] = getattr(self._pcontext, "subprocess_handlers", {})
         for local_rank, handler in handlers.items():
             end, code = self._forwarder.exits().get(local_rank), handler.proc.returncode
+            rank, pid = self._processes.get(local_rank, (-1, -1))
+            if pid != handler.proc.pid:
+                continue  # a signal came before its start was recorded
             if code is not None and (end is None or end.code is None):
-                rank, pid = self._processes[local_rank]
                 stopped = self._was_stopped(local_rank, float("inf") if end is None else end.time)
                 self._launcher_log.end(rank, pid, code, stopped=stopped)
 

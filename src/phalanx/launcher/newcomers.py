@@ -217,11 +217,7 @@ class Newcomers:
 
     def prepare(self) -> None:
         """Make the spares that are missing."""
-        for spare in list(self._spares):
-            if end := spare.describe_end():
-                self._spares.remove(spare)
-                spare.stop()
-                self._record_loss(end)
+        self._drop_lost_spares()
         template = self._template
         if template is not None and (code := template.handler.proc.poll()) is not None:
             template.close()
@@ -235,9 +231,23 @@ class Newcomers:
                     "phalanx.launcher.spare_template", descriptors, self._key
                 )
             )
-        self._spares += template.poll()
-        while len(self._spares) + template.waiting < self._count:
-            template.copy()
+        self._add_spares(template)
+        missing = self._count - len(self._spares) - template.waiting
+        if self._lost_in_a_row < _MOST_LOST_SPARES:
+            for _ in range(missing):
+                template.copy()
+
+    def _add_spares(self, template: Template, seconds: float = 0.0) -> None:
+        """Take the spares that have a process now; wait for one for up to some seconds."""
+        self._spares += template.poll(seconds)
+        self._drop_lost_spares()  # a spare may have ended before its process was known
+
+    def _drop_lost_spares(self) -> None:
+        for spare in list(self._spares):
+            if end := spare.describe_end():
+                self._spares.remove(spare)
+                spare.stop()
+                self._record_loss(end)
 
     def _record_loss(self, end: str) -> None:
         self._lost_in_a_row += 1
@@ -249,11 +259,11 @@ class Newcomers:
             )
 
     def _take_spare(self) -> Spare:
-        """Return a spare with a process: the oldest, or a new one."""
+        """Return a spare with a process that has not ended: the oldest, or a new one."""
         self.prepare()
         template = self._template
         if not self._spares and template is not None and template.is_ready:
-            self._spares += template.poll(_COPY_SECONDS)
+            self._add_spares(template, _COPY_SECONDS)
         if self._spares:
             return self._spares.pop(0)
         spare = Spare()

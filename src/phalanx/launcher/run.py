@@ -82,16 +82,16 @@ def run(args: Namespace) -> HostOutcome:
     """
     _silence_agent_log()
     job = make_job(args)
-    with contextlib.ExitStack() as at_end:
-        at_end.callback(preload.close)
-        at_end.enter_context(_restore_signal_handlers(job.config.signals_to_handle))
-        try:
+    try:
+        with contextlib.ExitStack() as at_end:
+            at_end.callback(preload.close)
+            at_end.enter_context(_restore_signal_handlers(job.config.signals_to_handle))
             seconds = job.elastic.rejoin if job.elastic else 0
             return _run_again(job, seconds) if seconds else _run(job)
-        except SignalException as caught:  # a second signal, while the job was ending
-            return HostOutcome(
-                signal_exit_code(caught.sigval), "", f"stopped by {caught.sigval.name}", STOPPED
-            )
+    except SignalException as caught:  # a second signal, or one while the job was ending
+        return HostOutcome(
+            signal_exit_code(caught.sigval), "", f"stopped by {caught.sigval.name}", STOPPED
+        )
 
 
 def _run_again(job: Job, seconds: float) -> HostOutcome:

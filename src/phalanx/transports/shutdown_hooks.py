@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 _MAX_SECONDS = 10.0
 """The longest time that the end of the process waits for threads inside a library, in seconds."""
 _hooks: list[Callable[[], None]] = []
+_wait_hooks: list[Callable[[], None]] = []
 
 
 class _LibraryCalls:
@@ -34,6 +35,20 @@ _library_calls = _LibraryCalls()
 def register_shutdown_hook(hook: Callable[[], None]) -> None:
     """Register a function to call at the end of this process, after its groups have left."""
     _hooks.append(hook)
+
+
+def register_wait_hook(hook: Callable[[], None]) -> None:
+    """Register a function to call before a shutdown hook waits long for other processes.
+
+    They may wait for this one to end meanwhile, and have to learn otherwise that it does no more.
+    """
+    _wait_hooks.append(hook)
+
+
+def prepare_long_wait() -> None:
+    """Call the registered functions; for a shutdown hook that waits long for other processes."""
+    for hook in _wait_hooks:
+        hook()
 
 
 @contextlib.contextmanager

@@ -14,13 +14,13 @@ from phalanx.system.curve import HANDSHAKE_FAILURES
 from phalanx.system.polling import EventFd
 from phalanx.transports.interface import CallbackThread, TransportError
 from phalanx.transports.relay.protocol import (
+    CONNECT_SECONDS,
     Frame,
     client_key_pair,
     configure,
     server_key_pair,
 )
 
-_CONNECT_SECONDS = 20.0
 _LINGER_MILLISECONDS = 2_000
 _CLOSE_SECONDS = 4.0
 _BATCH = 256
@@ -74,8 +74,8 @@ class RelayConnection:
             target=self._run, name="phalanx-relay-connection", daemon=True
         )
         self._thread.start()
-        if not self._connected.wait(_CONNECT_SECONDS):
-            self._disconnect(f"it did not answer within {_CONNECT_SECONDS:g} s")
+        if not self._connected.wait(CONNECT_SECONDS):
+            self._disconnect(f"it did not answer within {CONNECT_SECONDS:g} s")
         if self._reason:
             self.close()
             raise TransportError(-1, f"no connection to the relay at {endpoint}: {self._reason}")
@@ -113,6 +113,8 @@ class RelayConnection:
     def close(self) -> None:
         """Send all queued frames for up to 2 s, then close the connection and end the threads."""
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             self._eventfd.notify()
         if self._thread is not threading.current_thread():

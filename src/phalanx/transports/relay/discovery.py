@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
+import multiprocessing.util
 import os
 import secrets
+import sys
 import threading
 import time
 from typing import NamedTuple
@@ -16,18 +19,21 @@ from phalanx import env, key
 from phalanx.address import url_host
 from phalanx.errors import UsageError
 from phalanx.system.host_identity import host_identity
-from phalanx.system.polling import attempts, wait_until
+from phalanx.system.polling import attempts
 from phalanx.transports.interface import TransportError
 from phalanx.transports.relay.connection import RelayConnection
 from phalanx.transports.relay.protocol import CHANNEL_BYTES
 from phalanx.transports.relay.server import RelayServer
-from phalanx.transports.shutdown_hooks import register_shutdown_hook
+from phalanx.transports.shutdown_hooks import prepare_long_wait, register_shutdown_hook
 
 _KEY = "relay"
 _TUNNEL = "tunnel"
 """The remote endpoint of a relay that other hosts reach through the tunnel of `phalanx run`."""
-_PAUSE = 0.001
-_DRAIN_SECONDS = 2.0
+_EXCEPTION_SECONDS = 2.0
+"""The time for which a process that ends by an exception keeps its relay, in seconds."""
+_NOTICE_SECONDS = 5.0
+"""The time after which a process that only runs the relay any more says so, in seconds."""
+_log = logging.getLogger("phalanx")
 
 
 class RelayAccess(NamedTuple):
@@ -37,13 +43,11 @@ class RelayAccess(NamedTuple):
         channel: The identifier of the channel that only this group uses.
         connection: The connection to the relay.
         host_rank: The rank of the group whose process runs the relay; -1 if no rank does.
-        server: The relay, if this process runs it.
     """
 
     channel: bytes
     connection: RelayConnection
     host_rank: int
-    server: RelayServer | None
 
 
 class _ProcessState:
@@ -103,29 +107,21 @@ def connect(store: Store, rank: int, address: str, number: int = 0) -> RelayAcce
         connection = state.connections[endpoint, number]
         state.location = {name: location[name] for name in ("remote", "local", "network")}
         channel, host_rank = bytes.fromhex(location["channel"]), 0 if location["hosted"] else -1
-        return RelayAccess(channel, connection, host_rank, state.server)
+        return RelayAccess(channel, connection, host_rank)
 
 
-def disconnect(access: RelayAccess, rank: int) -> None:
+def disconnect(access: RelayAccess) -> None:
     """Leave the channel of the group.
 
-    The process that runs the relay first waits until the other ranks have left, for 2 s at most.
+    A relay of this process continues in the background until no rank uses it any more.
     """
-    if access.server is not None:
-        server = access.server
-        wait_until(
-            lambda: not server.channels.has_others(access.channel, rank),
-            _DRAIN_SECONDS,
-            longest=_PAUSE,
-        )
     with _lock:
         if access.connection.remove_listener(access.channel):
             for at in [at for at, it in _process.connections.items() if it is access.connection]:
                 del _process.connections[at]
             access.connection.close()
-        if _process.server is not None and not _process.server.channels.is_in_use:
-            _process.server.close()
-            _process.server = None
+        if _process.server is not None and not _process.connections:
+            _process.server.end_when_unused()
 
 
 def _process_state() -> _ProcessState:
@@ -142,10 +138,14 @@ def _publish(state: _ProcessState, store: Store, secret: bytes, address: str) ->
         if state.connections:
             location |= state.location
         else:
+            if state.server is not None and not state.server.keep():
+                state.server.wait()  # until its port is free
+                state.server = None
             if state.server is None:
                 state.server = _start_server(secret, address)
             location |= _endpoints(state.server, address)
-        location["hosted"] = "yes" if state.server is not None else ""
+        is_own = state.server is not None and state.server.endpoint == location["local"]
+        location["hosted"] = "yes" if is_own else ""
     except (UsageError, zmq.ZMQError) as error:
         store.set(_KEY, json.dumps({"error": str(error)}))
         raise TransportError(0, f"the relay cannot be started: {error}") from None
@@ -163,6 +163,8 @@ def _wait_for_location(store: Store) -> dict[str, str]:
 
 
 def _start_server(secret: bytes, address: str) -> RelayServer:
+    if multiprocessing.parent_process() is not None:  # a child process may exit without atexit
+        multiprocessing.util.Finalize(None, _end_relay_if_left, exitpriority=-1)
     mode, path = env.relay()
     if mode == "listen":
         return RelayServer(secret, f"ipc://{path}")
@@ -170,12 +172,30 @@ def _start_server(secret: bytes, address: str) -> RelayServer:
     return RelayServer(secret, f"tcp://{url_host(address)}:{port or '*'}")
 
 
-def _drain() -> None:
-    """Wait at the end of this process, for 2 s at most, until no rank uses its relay."""
+def _end_relay_if_left() -> None:
+    if not _process.connections:
+        _end_relay()
+
+
+def _end_relay() -> None:
+    """Wait at the end of this process until no rank uses its relay."""
     server = _process.server
-    if server is not None and _process.pid == os.getpid():
-        wait_until(lambda: not server.channels.has_ranks, _DRAIN_SECONDS, longest=_PAUSE)
-        server.close()
+    if server is None or _process.pid != os.getpid():
+        return
+    for connection in _process.connections.values():
+        connection.close()
+    _process.connections.clear()
+    server.end_when_unused()
+    if hasattr(sys, "last_value"):  # what started this process should learn of its end
+        server.wait(_EXCEPTION_SECONDS)
+    elif not server.wait(_NOTICE_SECONDS):
+        prepare_long_wait()
+        _log.warning(
+            "this process has the relay that other ranks still use; it ends when they have left"
+        )
+        server.wait()
+    server.close()
+    _process.server = None
 
 
 def _endpoints(server: RelayServer, address: str) -> dict[str, str]:
@@ -209,4 +229,4 @@ def _network() -> str:
     return host_identity("net")
 
 
-register_shutdown_hook(_drain)
+register_shutdown_hook(_end_relay)

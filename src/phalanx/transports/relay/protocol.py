@@ -20,6 +20,8 @@ from phalanx.system import curve
 CHANNEL_BYTES = 16
 MAX_DATA_BYTES = 256 * 2**10
 """The maximum size of the data of a frame in bytes."""
+CONNECT_SECONDS = 20.0
+"""The longest time that a process may take to connect to the relay, in seconds."""
 _HEARTBEAT_MILLISECONDS = 2_000
 _TIMEOUT_MILLISECONDS = 10_000
 _LAYOUT = struct.Struct(f"!B{CHANNEL_BYTES}siIQQ")
@@ -30,7 +32,7 @@ class Kind(enum.IntEnum):
 
     # To the relay.
     JOIN = 1
-    """This process joins the channel as the rank."""
+    """This process joins the channel as the rank; the value is the number of the group's ranks."""
     SUBSCRIBE = 2
     """A request to report when the rank is present, and when it is gone."""
     LEAVE = 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -22,7 +23,12 @@ from phalanx.transports.relay import discovery
 from phalanx.transports.relay.connection import RelayConnection
 from phalanx.transports.relay.protocol import MAX_DATA_BYTES, Frame, Kind, LeaveReason
 
+_log = logging.getLogger("phalanx")
+
 _DRAIN_SECONDS = 2.0
+"""The longest time that a rank that leaves waits for recvs that match its offers, in seconds."""
+_LEAVE_SECONDS = 30.0
+"""The longest time until the relay has received all data of a rank that leaves, in seconds."""
 _POLL_SECONDS = 0.001
 _ABORTED = "this rank has closed its connections"
 _LEAVE_REASONS = {
@@ -52,8 +58,10 @@ class RelayTransport(Transport):
         self._channel = channel
         self._peers = [_Peer(peer, channel, self._connection) for peer in range(size)]
         self._left: LeaveReason | None = None
+        self._has_left = threading.Event()
+        """Set when the relay has received all data, or is lost."""
         self._connection.add_listener(channel, self)  # before any peer can send to it
-        self._connection.send(Frame(Kind.JOIN, channel, rank))
+        self._connection.send(Frame(Kind.JOIN, channel, rank, value=size))
 
     def send(self, data: memoryview, peer: int, tag: int) -> Transfer:
         return self._peers[peer].send(data, tag)
@@ -68,11 +76,10 @@ class RelayTransport(Transport):
         self._leave(LeaveReason.ABORTED)
 
     def close(self) -> None:
-        wait_until(
-            lambda: all(peer.is_idle for peer in self._peers), _DRAIN_SECONDS, longest=_POLL_SECONDS
-        )
+        if self._left is None:
+            self._deliver()
         self._leave(LeaveReason.CLOSED)
-        discovery.disconnect(self._access, self._rank)
+        discovery.disconnect(self._access)
 
     def handle_frame(self, frame: Frame, data: memoryview) -> None:
         """Handle a frame of the group's channel; called in the connection's thread."""
@@ -83,16 +90,39 @@ class RelayTransport(Transport):
             peer.disconnect(TransportError(frame.peer, _LEAVE_REASONS[reason]))
             if reason is not LeaveReason.ABORTED:
                 peer.mark_ended()
+            if frame.peer == self._rank:
+                self._has_left.set()
         else:
             self._peers[frame.peer].handle_frame(frame, data)
 
     def handle_disconnect(self, reason: str) -> None:
         """Fail all transfers: the relay is gone, and all peers with it."""
+        self._has_left.set()
         host = self._access.host_rank
         for peer in self._peers:
             peer.disconnect(TransportError(host, f"the relay: {reason}"))
         if host >= 0:
             self._peers[host].mark_ended()
+
+    def _deliver(self) -> None:
+        """Leave the channel once the relay has all data that were sent."""
+        wait_until(
+            lambda: not any(peer.has_offers for peer in self._peers),
+            _DRAIN_SECONDS,
+            longest=_POLL_SECONDS,
+        )
+        for peer in self._peers:
+            peer.hand_over()
+        # The relay reports the end of this rank after it has received all that was sent before.
+        self._connection.send(Frame(Kind.SUBSCRIBE, self._channel, self._rank))
+        self._leave(LeaveReason.CLOSED)
+        if not self._has_left.wait(_LEAVE_SECONDS):
+            _log.warning(
+                "rank %d leaves a group, but the relay has not confirmed within %g s that it has "
+                "received all messages of this rank: some may be lost",
+                self._rank,
+                _LEAVE_SECONDS,
+            )
 
     def _leave(self, reason: LeaveReason) -> None:
         """Leave the channel; a rank that has aborted closes its connections later."""
@@ -149,10 +179,15 @@ class _Peer:
         self._granted_bytes = 0
 
     @property
-    def is_idle(self) -> bool:
-        """True if all data sent to the peer have arrived or were queued on the connection."""
+    def has_offers(self) -> bool:
+        """True if a message was offered to the peer, and not all of its data have arrived."""
         with self._lock:
-            return not self._offered_sends and not self._queued_frames
+            return bool(self._offered_sends)
+
+    def hand_over(self) -> None:
+        """Leave the frames for a peer that is not present with the relay, which delivers them."""
+        with self._lock:
+            self._send_queued()
 
     def send(self, data: memoryview, tag: int) -> Transfer:
         """Post a send of bytes with a tag."""
@@ -187,8 +222,7 @@ class _Peer:
         with self._lock:
             if frame.kind is Kind.PRESENT:
                 self._is_present = True
-                while self._queued_frames:
-                    self._connection.send(*self._queued_frames.popleft())
+                self._send_queued()
             elif frame.kind is Kind.EAGER:
                 self._handle_message(frame.tag, _UnexpectedMessage(len(data), 0, bytes(data)))
             elif frame.kind is Kind.OFFER:
@@ -250,6 +284,10 @@ class _Peer:
             self._connection.send(frame, data)
         elif self._disconnect_error is None:
             self._queued_frames.append((frame, data))
+
+    def _send_queued(self) -> None:
+        while self._queued_frames:
+            self._connection.send(*self._queued_frames.popleft())
 
     def _handle_message(self, tag: int, message: _UnexpectedMessage) -> None:
         transfer = self._posted_receives.pop_oldest(tag)
