@@ -161,6 +161,21 @@ def test_bad_arguments(alone, arguments, message):
     assert not dist.is_initialized()
 
 
+def test_only_available_backends_are_offered(alone):
+    with pytest.raises(UsageError) as caught:
+        phalanx.init("phalnx")
+    message, _, hint = str(caught.value).rpartition("; ")
+    assert hint == "did you mean 'phalanx'?"
+    offered = message.partition("; expected one of ")[2].split(", ")
+    assert {"phalanx", "gloo"} <= {*offered}
+    for name in ("nccl", "mpi", "ucc", "xccl"):
+        available = getattr(dist, f"is_{name}_available")()
+        assert (name in offered) is available
+        if not available:
+            with pytest.raises(UsageError, match=f"'{name}' is not part of this build of PyTorch"):
+                phalanx.init(name)
+
+
 def test_gpu_of_the_local_rank(alone):
     chosen = []
     alone.setattr(torch.cuda, "is_available", lambda: True)

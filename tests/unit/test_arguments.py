@@ -97,7 +97,7 @@ def test_options_after_the_script_are_the_scripts(folder: Path) -> None:
     args = parse_arguments(["train.py", "--nproc-per-node", "2", "--lr", "1", "--tee=3", "--hel"])
     assert args.training_script_args == ["--nproc-per-node", "2", "--lr", "1", "--tee=3", "--hel"]
     note = describe_misplaced_options(args)
-    assert note.startswith("--nproc-per-node, --tee=3 after train.py went to train.py: ")
+    assert note.startswith("train.py got --nproc-per-node, --tee=3: options of `phalanx run` come")
     assert describe_misplaced_options(parse_arguments(["train.py", "--lr", "1", "--help"])) == ""
 
 

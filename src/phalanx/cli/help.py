@@ -27,7 +27,9 @@ class Command(TyperCommand):
 
     def format_help(self, context: Any, formatter: Any) -> None:
         """Write the help."""
-        self.epilog = _join(self.epilog, _describe_documentation())
+        documentation = _describe_documentation()
+        if documentation not in (self.epilog or ""):
+            self.epilog = _join(self.epilog, documentation)
         super().format_help(context, formatter)
 
 

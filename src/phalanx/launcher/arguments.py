@@ -202,10 +202,9 @@ def describe_misplaced_options(args: Namespace) -> str:
     found = [word for word in words if word.partition("=")[0] in names - {"--help"}]
     if not found:
         return ""
-    script = args.training_script
     return (
-        f"{', '.join(found)} after {script} went to {script}: options of `phalanx run` come before "
-        "the script"
+        f"{args.training_script} got {', '.join(found)}: options of `phalanx run` come before the "
+        "script"
     )
 
 
