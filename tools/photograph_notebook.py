@@ -70,7 +70,8 @@ def photograph(picture: Path, folder: Path) -> list[tuple[str, str]]:
     from playwright.sync_api import sync_playwright
 
     cells = [nbformat.v4.new_code_cell(each) for each in CELLS]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / "try.ipynb")
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), folder / "try.ipynb")
     (folder / "train.py").write_text(TRAIN + FAIL)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"http://127.0.0.1:{free.getsockname()[1]}"
