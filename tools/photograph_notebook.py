@@ -26,6 +26,7 @@ from typing import Any
 import nbformat
 
 SIZE = {"width": 1200, "height": 1500}
+"""All cells fit, because JupyterLab draws only those in view."""
 LIMIT = 300_000
 """Milliseconds for each step."""
 
@@ -56,11 +57,8 @@ CELLS = (
     f"{PHALANX} explain",
     f"{PHALANX} watch",
 )
-# Outputs are drawn only when they are in view, so the window holds all of them.
-HAS_RUN = f"""() => {{
-    const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputArea-prompt')];
-    return prompts.length === {len(CELLS)} && prompts.every(p => /\\[\\d+\\]/.test(p.textContent));
-}}"""
+HAS_RUN = f"""() => {len(CELLS)} === [...document.querySelectorAll('.jp-InputArea-prompt')]
+    .filter(prompt => /\\[\\d+\\]/.test(prompt.textContent)).length"""
 OUTPUTS = "() => [...document.querySelectorAll('.jp-OutputArea-output')].map(each => [\
 each.dataset.mimeType || each.getAttribute('data-mime-type'), each.textContent])"
 
