@@ -26,6 +26,7 @@ from typing import Any
 import nbformat
 
 SIZE = {"width": 1200, "height": 1500}
+"""All cells fit, because JupyterLab draws only those in view."""
 LIMIT = 300_000
 """Milliseconds for each step."""
 
@@ -56,11 +57,8 @@ CELLS = (
     f"{PHALANX} explain",
     f"{PHALANX} watch",
 )
-# Outputs are drawn only when they are in view, so the window holds all of them.
-HAS_RUN = f"""() => {{
-    const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputArea-prompt')];
-    return prompts.length === {len(CELLS)} && prompts.every(p => /\\[\\d+\\]/.test(p.textContent));
-}}"""
+HAS_RUN = f"""() => {len(CELLS)} === [...document.querySelectorAll('.jp-InputArea-prompt')]
+    .filter(prompt => /\\[\\d+\\]/.test(prompt.textContent)).length"""
 OUTPUTS = "() => [...document.querySelectorAll('.jp-OutputArea-output')].map(each => [\
 each.dataset.mimeType || each.getAttribute('data-mime-type'), each.textContent])"
 
@@ -70,7 +68,8 @@ def photograph(picture: Path, folder: Path) -> list[tuple[str, str]]:
     from playwright.sync_api import sync_playwright
 
     cells = [nbformat.v4.new_code_cell(each) for each in CELLS]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / "try.ipynb")
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), folder / "try.ipynb")
     (folder / "train.py").write_text(TRAIN + FAIL)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"http://127.0.0.1:{free.getsockname()[1]}"
