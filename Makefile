@@ -282,12 +282,11 @@ $(VENV)/.docs: pyproject.toml | $(VENV)/.package
 	@pip install -qq --no-build-isolation --editable ".[bench,docs]" --constraint $(VENV)/.torch-$(TORCH)
 	@touch $@
 
-# With a network, INTERSPHINX=1 links names of Python and PyTorch to their documentation.
 docs: $(VENV)/.docs ## check all links, build the documentation site in build/site (warnings are errors), and check it
 	$(call section,The pictures and the site)
 	@python tools/draw_pictures.py
 	@python tools/check_links.py
-	@$(if $(INTERSPHINX),,PHALANX_DOCS_OFFLINE=1) sphinx-build --fail-on-warning --keep-going --quiet docs build/site $(ARGS)
+	@sphinx-build --fail-on-warning --keep-going --quiet docs build/site $(ARGS)
 	@python -m tools.check_site build/site
 	@echo "build/site/index.html"
 

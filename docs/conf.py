@@ -31,6 +31,8 @@ html_favicon = "static/favicon.svg"
 # The address of the published site: pictures in previews of links need it.
 html_baseurl = os.environ.get("PHALANX_SITE_URL", "")
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
+html_theme_options = {"top_of_page_buttons": []}
 exclude_patterns = ["_build"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]

@@ -134,7 +134,7 @@ class FromReadme(GeneratedDirective):
             raise self.error(f"the table of README.md has no rows {unknown}")
         shown = [*table[:2], *(rows[name] for name in self.options["rows"])]
         # The column that names the measurement is that of README.
-        lines = (f"| {' | '.join([row[0], *row[2:]])} |" for row in shown)
+        lines = (f"| {' | '.join([row[0] or 'operation', *row[2:]])} |" for row in shown)
         return "\n".join(lines).replace("](docs/", "](")
 
 
