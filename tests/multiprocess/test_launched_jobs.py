@@ -128,7 +128,7 @@ def test_a_failed_run_is_kept_and_explained(command: Command, jobs: Path) -> Non
     assert code == 137
     (job,) = list_jobs(command)
     assert job["state"] == "failed"
-    assert err.splitlines()[-1] == f"To see this again: phalanx explain {job['name']}"
+    assert f"\nTo see this again: phalanx explain {job['name']}\n" in err
     read = job_reader.read_job()
     assert (read.code, read.world_size, read.attempt) == (137, 2, 0)
     first, second = (rank.start for rank in read.ranks)
@@ -155,7 +155,7 @@ def test_a_stopped_run_is_kept(command: Command, number: signal.Signals) -> None
     read = job_reader.read_job()
     assert run.returncode == read.code == 128 + number
     assert f"phalanx run: stopped by {number.name}\n" in err
-    assert err.splitlines()[-1] == f"To see this again: phalanx explain {read.name}"
+    assert f"\nTo see this again: phalanx explain {read.name}\n" in err
     assert [rank.start.stopped for rank in read.ranks if rank.start] == [True, True]
     assert all(rank.start.ended for rank in read.ranks if rank.start)
 

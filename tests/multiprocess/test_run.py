@@ -157,11 +157,10 @@ def test_report_names_the_rank_that_failed_first(phalanx, script, action, code, 
     got, _, err = phalanx("run", "--nproc-per-node", "3", name)
     assert got == code
     first, *rest = launcher_lines(err)
-    assert re.match(rf"phalanx run: rank 1 \(pid \d+\) {headline}", first)
-    assert detail is None or f"    | {detail}" in rest
-    assert "gloo" not in "".join(line for line in rest if line.startswith("    |"))
-    assert re.search(r"(stopped because of it: rank|after it, rank) 0", "\n".join(rest))
-    assert len(rest) < 20
+    detail = "" if detail is None else f": {detail}"
+    assert re.match(rf"phalanx run: rank 1 \(pid \d+\) {headline}{detail}", first)
+    assert re.search(r"(stopped|failed) because of it: rank 0", "\n".join(rest))
+    assert len(rest) < 3
 
 
 @pytest.mark.slow

@@ -118,7 +118,9 @@ class Failure:
 
         After a timeout, its subject is the ranks that were late.
         """
-        if self.code < 0 or not (found := _STATEMENT.search(self.text)):
+        if self.code < 0 and not self.stopped:  # by a signal, whatever it was printing
+            return ""
+        if not (found := _STATEMENT.search(self.text)):
             return ""
         if not (timeout := _LATE.match(found[1])):
             return found[1]

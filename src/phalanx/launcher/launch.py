@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, NoReturn, TypeVar
+from typing import IO, Any, TypeVar
 
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launcher.failures import (
@@ -104,7 +104,7 @@ def launch(
         >>> phalanx.launch(area, 2, (21,))
         [0, 21]
     """
-    __tracebackhide__ = True  # IPython and pytest then show the caller's frame last
+    __tracebackhide__ = True  # pytest and IPython, which shows the last frame all the same
     nprocs = _check_arguments(fn, nprocs, args, kwargs, timeout, env)
     check_host(nprocs)
     deadline = None if timeout is None else time.monotonic() + timeout
@@ -122,7 +122,13 @@ def launch(
                     raise LaunchError(f"can't start rank {rank}: {error}", ranks=[rank]) from error
             has_finished = ranks.wait(deadline)
         if failures := [failure for failure in ranks.failures if not failure.stopped]:
-            _raise_failure(find_root_cause(failures), ranks, launcher_log)
+            cause = find_root_cause(failures)
+            # A variable for the exception would be a cycle, which keeps the descriptors of all
+            # frames. It is raised here so that a notebook, which never hides the last frame, shows
+            # no other frame of Phalanx.
+            raise _describe_failure(cause, ranks, launcher_log) from _load_error(
+                ranks.outcomes[cause.rank]
+            )
         if not has_finished:
             hint, job = _explain_hint(launcher_log, 1)
             raise LaunchError(
@@ -212,10 +218,9 @@ def _interactive_sources(fn: object) -> dict[str, list[str]]:
     return {name: lines} if lines else {}
 
 
-def _raise_failure(
+def _describe_failure(
     cause: Failure, ranks: RankProcesses, launcher_log: LauncherLogWriter
-) -> NoReturn:
-    __tracebackhide__ = True
+) -> LaunchError:
     outcome = ranks.outcomes[cause.rank]
     if outcome is not None and outcome.value is None:
         name = outcome.summary.removeprefix("phalanx.errors.")
@@ -232,9 +237,7 @@ def _raise_failure(
     parts += [f"Stopped by the launcher: {_format_ranks(ranks.stopped)}."] if ranks.stopped else []
     hint, job = _explain_hint(launcher_log, cause.exit_code)
     message = "\n\n".join(parts) + hint
-    at_fault = cause.late_ranks or [cause.rank]
-    # A variable for the exception would be a cycle, which keeps the descriptors of all frames.
-    raise LaunchError(message, ranks=at_fault, job=job) from _load_error(outcome)
+    return LaunchError(message, ranks=cause.late_ranks or [cause.rank], job=job)
 
 
 def _explain_hint(launcher_log: LauncherLogWriter, code: int) -> tuple[str, str | None]:
