@@ -12,7 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.errors import CollectiveMismatch, UsageError
-from phalanx.parallel import SharedDataParallel, SyncBatchNorm
+from phalanx.parallel import (
+    SharedDataParallel,
+    SyncBatchNorm,
+    average_gradients,
+    average_gradients_per_parameter,
+)
 from tests.ranks import RankServer
 from tests.synchronous_sgd import BUCKET, average, preloaded, same, seed, seeded
 
@@ -181,6 +186,26 @@ def train_with_collectives_in_backward(seed: int) -> str:
     return str(caught.value)
 
 
+def train_with_weighted_loss(seed: int) -> None:
+    """Batches of different sizes: the averaged gradients are those of the whole batch."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    plain = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+    inputs = torch.randn(7, 4, dtype=torch.float64)
+    size = dist.get_world_size()
+    own = [*inputs.tensor_split([4] if size == 2 else [4, 6])][dist.get_rank()]
+    weight = len(own) / len(inputs)
+    plain(inputs).square().mean().backward()
+    (model(own).square().mean() * (weight * size)).backward()
+    average_gradients(model)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    for function in (average_gradients, average_gradients_per_parameter):
+        with pytest.raises(UsageError, match=r"weight .* SyncBatchNorm.*weight the loss instead"):
+            function(model, weight=weight)
+
+
 def check_errors() -> None:
     layer = SyncBatchNorm(3)
     with pytest.raises(ValueError, match="expected 3 channels"):
@@ -209,6 +234,11 @@ def test_ranks_may_leave_out_parameters(ranks: RankServer, cores: int, seed: int
 def test_module_with_other_collectives_in_backward(ranks: RankServer, seed: int) -> None:
     messages = ranks.run(2, train_with_collectives_in_backward, seed)
     assert any("give collective_backward=True" in message for message in messages)
+
+
+def test_weighted_loss(ranks: RankServer, seed: int) -> None:
+    for size in (2, 3):
+        ranks.run(size, train_with_weighted_loss, seed)
 
 
 def test_invalid_input(ranks: RankServer) -> None:

@@ -75,15 +75,18 @@ class TestGlobalBatchSampler:
             for rank in ranks:
                 if state is not None:
                     rank.load_state_dict(state)
-                rank.set_epoch(epoch)
-            seen += run_steps(ranks, data.draw(st.integers(0, len(ranks[0]))))
+                else:
+                    rank.set_epoch(epoch)
+            if ranks[0].epoch == epoch:
+                seen += run_steps(ranks, data.draw(st.integers(0, len(ranks[0]))))
             states = [through_json(rank.state_dict()) for rank in ranks]
             assert all(other == states[0] for other in states)
             state = states[0]
-            assert (state["epoch"], state["position"]) == (epoch, len(seen))
+            expected = (epoch, len(seen)) if len(seen) < samples else (epoch + 1, 0)
+            assert (state["epoch"], state["position"]) == expected
         last = GlobalBatchSampler(range(samples), 7, seed=seed, shuffle=shuffle)
         last.load_state_dict(state)
-        seen += chain(*last)
+        seen += chain(*last) if last.epoch == epoch else []
         whole = GlobalBatchSampler(range(samples), samples, seed=seed, shuffle=shuffle)
         whole.set_epoch(epoch)
         assert seen == next(iter(whole))
@@ -108,18 +111,51 @@ class TestGlobalBatchSampler:
         for _ in sampler:
             sampler.advance()
         ended = sampler.state_dict()
+        assert (sampler.epoch, sampler.at_end) == (1, True)
+        assert (ended["epoch"], ended["position"]) == (1, 0)
         assert [len(step) for step in sampler] == [4, 4, 2], "the next iteration is a whole epoch"
-        # A completed epoch has no samples left, whether the user's loop or the sampler counts
-        # epochs.
+        assert not sampler.at_end
         resumed = GlobalBatchSampler(range(10), 4, shuffle=False)
         resumed.load_state_dict(ended)
-        resumed.set_epoch(0)
-        assert len(resumed) == 0
-        assert list(resumed) == []
-        assert len(list(resumed)) == 3
-        resumed.load_state_dict(ended)
+        assert (resumed.epoch, resumed.at_end) == (1, False)
         resumed.set_epoch(1)
         assert len(resumed) == len(list(resumed)) == 3
+
+    def test_at_end(self) -> None:
+        sampler = GlobalBatchSampler(range(10), 4)
+        seen = []
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            assert not sampler.at_end
+            for _ in sampler:
+                assert (sampler.epoch, sampler.at_end) == (epoch, False)
+                sampler.advance()
+                seen.append(sampler.at_end)
+                sampler.advance(0)
+                assert sampler.at_end == seen[-1]
+            assert (sampler.epoch, sampler.at_end) == (epoch + 1, True)
+            with pytest.raises(UsageError, match=rf"1 given, .* 0 to 0, .* left in epoch {epoch}:"):
+                sampler.advance()
+        assert seen == 3 * [False, False, True]
+
+    def test_epochs_without_set_epoch_follow_each_other(self) -> None:
+        counted, named = (GlobalBatchSampler(range(10), 4) for _ in range(2))
+        for epoch in range(3):
+            named.set_epoch(epoch)
+            for one, other in zip(counted, named, strict=True):
+                assert one == other
+                counted.advance()
+
+    @pytest.mark.parametrize(("position", "batch"), [(11, 4), (9, 4), (8, 4)])
+    def test_a_state_without_steps_left_is_of_the_next_epoch(
+        self, position: int, batch: int
+    ) -> None:
+        """So it is with another batch too: with `drop_last` a larger one may have no step left."""
+        saved = GlobalBatchSampler(range(11), 1).state_dict()
+        sampler = GlobalBatchSampler(range(11), batch, drop_last=True)
+        sampler.load_state_dict({**saved, "position": position})
+        assert sampler.epoch == 1
+        assert len(sampler) == len(list(sampler)) == 2
 
     def test_resumed_loop(self) -> None:
         def losses(sampler: GlobalBatchSampler, stop: int) -> Iterator[list[int]]:
@@ -271,9 +307,12 @@ class TestEvaluationSampler:
             resumed = EvaluationSampler(range(samples), world_size=after, rank=number)
             resumed.load_state_dict(state)
             expected = len(resumed)
-            remaining = list(resumed)
+            # Loaders with workers begin to iterate a sampler twice.
+            workers = [iter(resumed), iter(resumed)]
+            remaining = list(workers[1])
             assert len(remaining) == expected
-            seen += remaining
+            seen += remaining if resumed.epoch == 0 else []  # else the state is at the end
+            assert len(list(resumed)) == len(resumed)
         assert sorted(seen) == list(range(samples))
 
     @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 - `partition`: splits a data set by fractions.
 - `samplers`: divide the samples among the ranks, for training and evaluation, and resume in the
   middle of an epoch.
+- `loader_seed`: keeps the random numbers of an epoch that a loader continues.
 - `ranks`: means and sums over all ranks.
 - `uneven_inputs`: loops over uneven inputs.
 - `digits`: a small data set for examples.

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
+from phalanx.data.loader_seed import discard_seed_if
 from phalanx.data.partition import length
 from phalanx.data.ranks import world_size_and_rank
 from phalanx.errors import UsageError
@@ -44,27 +45,59 @@ class Resumable(Sampler[T_co]):
 
     A `DataLoader` with workers prefetches several batches, so the items that it has drawn have not
     all been trained on. The training loop must therefore call `advance` after each step. An
-    iteration begins at the position. After the end of the epoch it begins at the first item again.
+    iteration begins at the position.
+
+    An epoch that is over is over: the `advance` that completes it moves the sampler to the
+    beginning of the next epoch, and `at_end` is True until that begins.
+
+    An epoch that continues leaves the random numbers as they were. Each iteration of a `DataLoader`
+    draws a seed from the loader's generator. If the iteration begins in the middle of an epoch,
+    that draw is undone.
+
+    Attributes:
+        epoch: The epoch of the next step, from 0.
     """
 
     _stride = 1
     """The distance by which a step moves the position."""
 
     def __init__(self) -> None:
+        discard_seed_if(_has_begun)
         self.epoch = 0
         self._position = 0
         self._start = 0  # the position at which the current or next iteration begins
         self._is_iterating = False  # True if there is a current iteration
-        self._restarts = False  # True if the epoch has ended: the next iteration starts over
+        self._at_end = False
+        self._is_resumed = False  # True if a state was loaded from a run that had begun
         self._items_drawn = 0
         self._warned = False
+
+    @property
+    def at_end(self) -> bool:
+        """True from the last step of an epoch until the next epoch begins.
+
+        It tells a loop when to do what belongs to the end of an epoch, such as a step of a schedule
+        or an evaluation. Do it before a checkpoint is saved: a run that resumes from the checkpoint
+        of an epoch's last step begins with the next epoch. Between the last step and the next
+        epoch, `epoch` is already the next one.
+
+        Example:
+            >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3)
+            >>> for batch in loader:
+            ...     train_step(batch)
+            ...     sampler.advance()
+            ...     if sampler.at_end:
+            ...         scheduler.step()
+        """
+        return self._at_end
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which determines the order of the samples in the next iteration.
 
-        Call it on every rank before each epoch; otherwise every epoch has the same order. If
-        `epoch` is the current epoch, as after `load_state_dict`, the position stays. Any other
-        epoch begins at its first sample.
+        Call it on every rank before each epoch. Without it, `advance` moves to the next epoch at
+        the end of one; if neither is called, every epoch has the same order. If `epoch` is the
+        current epoch, as after `load_state_dict`, the position stays. Any other epoch begins at its
+        first sample.
 
         Example:
             >>> for epoch in range(sampler.epoch, 10):
@@ -72,16 +105,18 @@ class Resumable(Sampler[T_co]):
             ...     for batch in loader:
             ...         train_step(batch)
         """
-        if epoch != self.epoch:
-            self.epoch = epoch
-            self._set_position(0)
+        if epoch != self.epoch or self._at_end:
+            self._begin_at(epoch, 0)
+        else:
+            self._set_epoch(epoch)  # a wrapped sampler may be in another one
 
     def advance(self, steps: int = 1) -> None:
         """Mark the next `steps` items of this sampler as trained on.
 
         An item is a batch for `GlobalBatchSampler`, and a sample for other samplers. Call it on
         every rank after `optimizer.step()`. It does not communicate. It is not needed if the run
-        never resumes.
+        never resumes. With the last item of the epoch, `epoch` becomes the next one, and `at_end`
+        True.
 
         Raises:
             UsageError: The epoch has fewer steps left, or `steps` is negative.
@@ -91,27 +126,31 @@ class Resumable(Sampler[T_co]):
             ...     train_step(batch)
             ...     sampler.advance()
         """
-        remaining = self._steps_left(self._position)
+        ended = self._at_end
+        remaining = 0 if ended else self._steps_left(self._position)
         if not 0 <= steps <= remaining:
             raise UsageError(
                 f"{type(self).__name__}.advance: {steps} given, expected 0 to {remaining}, the "
-                f"steps left in epoch {self.epoch}: call set_epoch() before the next epoch"
+                f"steps left in epoch {self.epoch - ended}: call set_epoch() before the next epoch"
             )
         if steps == 0:
             return
-        self._position = min(self._position + steps * self._stride, self._end_position())
-        self._restarts = steps == remaining
+        if steps == remaining:
+            self._end_epoch()
+        else:
+            self._position += steps * self._stride
         if not self._is_iterating:
             self._start = self._position
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the sampler: numbers and strings only, suitable for JSON.
 
-        It has the epoch, the position, and the values that determine the order. It is the same on
-        all ranks that have made the same number of steps. Save rank 0's state, and load it on all
-        ranks.
+        It has the epoch and the position of the next step, and the values that determine the
+        order. It is the same on all ranks that have made the same number of steps. Save rank 0's
+        state, and load it on all ranks.
         """
-        if self._items_drawn > 1 and self._position == self._start and not self._warned:
+        is_unmoved = self._position == self._start and not self._at_end
+        if self._items_drawn > 1 and is_unmoved and not self._warned:
             self._warned = True
             _log.warning(
                 "%s: %d items have been drawn, but advance() was not called: the state records "
@@ -124,9 +163,9 @@ class Resumable(Sampler[T_co]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state: the next iteration yields the remaining items of its epoch.
 
-        If the epoch has no items left, the next iteration yields nothing, and the one after it a
-        whole epoch. `for epoch in range(sampler.epoch, epochs)` with `sampler.set_epoch(epoch)`
-        therefore completes the remaining work. Existing iterators are not affected.
+        If the epoch has no items left, the next iteration is the whole next epoch. `for epoch in
+        range(sampler.epoch, epochs)` with `sampler.set_epoch(epoch)` therefore completes the
+        remaining work. Existing iterators are not affected.
 
         Raises:
             UsageError: The state is of a different sampler, data set, seed or order, or is not a
@@ -144,32 +183,47 @@ class Resumable(Sampler[T_co]):
         except UsageError:
             self.epoch = previous
             raise
-        self._set_position(position)
+        over = self._is_over(position)
+        self._begin_at(epoch + over, 0 if over else position)
+        self._is_resumed = epoch > 0 or position > 0
 
     def __len__(self) -> int:
         """Return the number of items in the current iteration, or in the next once it has ended.
 
         An iteration ends when `advance` reaches the end of the epoch.
         """
-        return self._steps_left(0 if self._restarts else self._start)
+        return self._steps_left(self._position if self._at_end else self._start)
 
     def _start_iteration(self) -> int:
         """Start a new iteration, and return the position at which it begins."""
-        if self._restarts:
-            self._set_position(0)
         self._start, self._items_drawn, self._is_iterating = self._position, 0, True
-        self._restarts = self._steps_left(self._position) == 0
+        self._at_end = False
         return self._start
 
     def _count_items(self, items: Iterator[T_co]) -> Iterator[T_co]:
+        start = self._start
         for item in items:
             self._items_drawn += 1
             yield item
+        if not self._steps_left(start) and self._position == start:
+            self._end_epoch()  # there was no item to advance over
 
-    def _set_position(self, position: int) -> None:
+    def _end_epoch(self) -> None:
+        self._set_epoch(self.epoch + 1)
+        self._position, self._at_end = 0, True
+
+    def _begin_at(self, epoch: int, position: int) -> None:
+        self._set_epoch(epoch)
         self._position = self._start = position
-        self._restarts = self._is_iterating = False
+        self._at_end = self._is_iterating = False
         self._items_drawn = 0
+
+    def _set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def _is_over(self, position: int) -> bool:
+        """Return whether no rank has a step left in the epoch."""
+        return self._steps_left(position) == 0
 
     def _check(self, state: Mapping[str, Any], position: int) -> None:
         name = f"{type(self).__name__}.load_state_dict"
@@ -199,6 +253,16 @@ class Resumable(Sampler[T_co]):
         """Return the number of steps of this rank from a position to the end of the epoch."""
 
 
+def _has_begun(sampler: object, loader: DataLoader[Any]) -> bool:
+    """Return whether an uninterrupted run has begun the iteration of a loader before.
+
+    With persistent workers, it begins only once in the whole run.
+    """
+    if not isinstance(sampler, Resumable):
+        return False
+    return sampler._position > 0 or (loader.persistent_workers and sampler._is_resumed)
+
+
 def _epoch_and_position(state: Mapping[str, Any], name: str) -> tuple[int, int]:
     """Return the epoch and position of a state.
 
@@ -219,9 +283,10 @@ class ResumableSampler(Resumable[T_co]):
     """A wrapper that makes a sampler resumable, such as PyTorch's `DistributedSampler`.
 
     It yields the items of the sampler from the position on, and skips earlier ones. `set_epoch`,
-    `advance`, `state_dict` and `load_state_dict` are those of `GlobalBatchSampler`. A step is one
-    item, so call `advance` with the size of the batch. The world size must be that of the state,
-    because a `DistributedSampler` distributes the samples differently at another world size.
+    `advance`, `at_end`, `state_dict` and `load_state_dict` are those of `GlobalBatchSampler`, and
+    the wrapped sampler gets each new epoch. A step is one item, so call `advance` with the size of
+    the batch. The world size must be that of the state, because a `DistributedSampler` distributes
+    the samples differently at another world size.
 
     Args:
         sampler: A sampler that has a length and yields the same items in every iteration of an
@@ -254,22 +319,13 @@ class ResumableSampler(Resumable[T_co]):
             inner = getattr(inner, "sampler", None)
         self.sampler: Any = sampler
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of this sampler, and that of the wrapped sampler if it supports epochs."""
-        super().set_epoch(epoch)
-        self._forward_epoch()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state; see `Resumable.load_state_dict`."""
-        super().load_state_dict(state)
-        self._forward_epoch()
-
     def __iter__(self) -> Iterator[T_co]:
         return self._count_items(itertools.islice(self.sampler, self._start_iteration(), None))
 
-    def _forward_epoch(self) -> None:
+    def _set_epoch(self, epoch: int) -> None:
+        super()._set_epoch(epoch)
         if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(self.epoch)
+            self.sampler.set_epoch(epoch)
 
     def _identity(self) -> dict[str, Any]:
         inner = self.sampler
@@ -500,6 +556,9 @@ class EvaluationSampler(Resumable[int]):
 
     def _end_position(self) -> int:
         return self.samples
+
+    def _is_over(self, position: int) -> bool:
+        return position >= self.samples  # this rank may have one sample less than others
 
     def _steps_left(self, position: int) -> int:
         return len(range(position + self.rank, self.samples, self.world_size))

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.errors import UsageError
+from phalanx.parallel.sync_batch_norm import SyncBatchNorm
 
 #: The size of the gradients in one all-reduce, in bytes: the default of PyTorch's DDP.
 BUCKET_BYTES = 25 * 2**20
@@ -41,13 +42,16 @@ def average_gradients(
             to 1. For batches of different sizes, pass the rank's batch / the global batch, with a
             loss that is the mean over the rank's batch: the result is the gradient of the mean
             over the global batch. With 0 the gradients of this rank are ignored, even if NaN.
-            None: 1 / world size. Either all ranks pass a weight, or none.
+            None: 1 / world size. Either all ranks pass a weight, or none. Modules with
+            `SyncBatchNorm` need the weight in the loss instead:
+            `(loss * (weight * world_size)).backward()`, then `average_gradients(model)`.
         bucket_bytes: The maximum size of the gradients in one all-reduce, and of the memory for
             packing. A larger gradient is reduced alone, in place if it is contiguous.
 
     Raises:
         UsageError: There is no process group, this rank is not in it, the weight is outside 0 to
-            1, no parameter requires a gradient, a gradient is sparse, or no rank has a gradient.
+            1 or given for a module with `SyncBatchNorm`, no parameter requires a gradient, a
+            gradient is sparse, or no rank has a gradient.
         torch.distributed.DistBackendError: The backend failed: a rank died or did not take part.
 
     Example:
@@ -58,7 +62,7 @@ def average_gradients(
         ...     optimizer.step()
     """
     trainable = _trainable(parameters)
-    scale = _scale(group, weight)
+    scale = _scale(group, weight, parameters)
     gradients = [_scaled_gradient(parameter, scale) for parameter in trainable]
     # The presence of gradients is part of the first bucket, one element for each parameter, which
     # saves a message. If that is compressed, it must be exact, and not spoil a block of gradients.
@@ -94,7 +98,7 @@ def average_gradients_per_parameter(
         >>> average_gradients_per_parameter(model)
     """
     trainable = _trainable(parameters)
-    scale = _scale(group, weight)
+    scale = _scale(group, weight, parameters)
     for parameter in trainable:
         gradient = _scaled_gradient(parameter, scale)
         run_packed(dist.all_reduce, [gradient], group=group)
@@ -122,7 +126,9 @@ def _trainable(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
     return trainable
 
 
-def _scale(group: dist.ProcessGroup | None, weight: float | None) -> float:
+def _scale(
+    group: dist.ProcessGroup | None, weight: float | None, parameters: nn.Module | Iterable[Tensor]
+) -> float:
     """Check the arguments, and return the factor of this rank's gradients."""
     check_group(group, "average_gradients")
     if weight is None:
@@ -132,7 +138,18 @@ def _scale(group: dist.ProcessGroup | None, weight: float | None) -> float:
             f"average_gradients: weight {weight} given, expected 0 to 1: "
             "the rank's batch / the global batch"
         )
+    if isinstance(parameters, nn.Module) and any(map(_mixes_gradients, parameters.modules())):
+        raise UsageError(
+            f"average_gradients: weight {weight} given for a module with SyncBatchNorm, whose "
+            "backward pass adds the gradients of all ranks before they are weighted: weight the "
+            "loss instead, (loss * (weight * world_size)).backward(), and call "
+            "average_gradients(model) without weight"
+        )
     return weight
+
+
+def _mixes_gradients(module: nn.Module) -> bool:
+    return isinstance(module, (SyncBatchNorm, nn.SyncBatchNorm))
 
 
 def check_group(group: dist.ProcessGroup | None, caller: str) -> None:

@@ -39,6 +39,8 @@ class BatchSchedule:
     world size and global batch.
 
     Attributes:
+        epoch: The epoch of the next step, from 0. Unlike a sampler, a schedule stays in an epoch
+            that is over until `next_epoch` is called.
         uses_workers: True if worker processes make the batches. Waiting for a batch then changes
             nothing in this process.
 
@@ -77,11 +79,12 @@ class BatchSchedule:
                 f"a global batch of {global_batch} in {accumulate} micro-batches given: {error}"
             ) from None
         self._seed = seed
-        # A separate generator: each new iterator draws a number from it, and a resumed epoch has
-        # one iterator more than an uninterrupted one.
+        # A separate generator, seeded for each epoch: the seeds of the loader's workers depend
+        # neither on earlier epochs nor on the numbers that the model draws.
         self._generator = torch.Generator()
         self._loader = self._make_loader(data, loader)
-        self.samples, self.position = self._sampler.samples, 0
+        self.samples = self._sampler.samples
+        self.epoch = self.position = 0
         if self.samples < self._sampler.world_size:
             raise UsageError(
                 f"a data set of {self.samples} samples given for {self._sampler.world_size} ranks, "
@@ -104,19 +107,14 @@ class BatchSchedule:
         return make_loader(data, self._sampler, self._generator, options)
 
     @property
-    def epoch(self) -> int:
-        """The epoch of the next step, from 0."""
-        return self._sampler.epoch
-
-    @property
     def at_end(self) -> bool:
         """True if all samples of the epoch have been trained on."""
         return self.position >= self.samples
 
     def next_epoch(self) -> None:
         """Move to the beginning of the next epoch."""
-        self._sampler.set_epoch(self.epoch + 1)
-        self.position = 0
+        self.epoch, self.position = self.epoch + 1, 0
+        self._sampler.set_epoch(self.epoch)
 
     def steps(self) -> Generator[list[MicroBatch], None, None]:
         """Yield the micro-batches of each remaining step of the epoch.
@@ -125,7 +123,6 @@ class BatchSchedule:
         count as trained on only after a call of `advance`. Closing the generator terminates the
         loader's workers, even if they are busy.
         """
-        # The seeds of the loader's workers must not depend on earlier epochs.
         self._generator.manual_seed(rank_seeds(self._seed, self._sampler.rank, self.epoch)[0])
         starts = range(self.position, self.samples, self._micro_batch_size)
         sizes = [min(self._micro_batch_size, self.samples - start) for start in starts]
@@ -159,7 +156,8 @@ class BatchSchedule:
             UsageError: The data set has a different size, or its order comes from another seed.
         """
         self._sampler.load_state_dict(state)
-        self.position = state["position"]
+        resumed = self._sampler.state_dict()
+        self.epoch, self.position = resumed["epoch"], resumed["position"]
 
 
 def make_loader(
