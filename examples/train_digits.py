@@ -136,7 +136,8 @@ def train(options: argparse.Namespace) -> None:
         console = Console(stderr=True, force_terminal=options.terminal, quiet=not session.is_main)
         history = []
         start = perf_counter()
-        with Progress(console=console) as progress:
+        bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+        with bar as progress:
             for epoch in progress.track(range(options.epochs), description="training"):
                 losses = worker.train_epoch(epoch)
                 history.append(worker.global_losses(losses))

@@ -115,8 +115,7 @@ def test_reaches_97_percent_and_is_reproducible(script: Path, tmp_path: Path) ->
     assert f"accuracy on held-out digits: {full.accuracy:.2%}" in full.stdout
     assert re.search(r"2 ranks on phalanx: trained for \d+\.\d s, \d+\.\d% of it", full.stdout)
     assert re.search(r"epoch  1  loss of each rank  2\.\d{4}  2\.\d{4}\n", full.stderr)
-    assert "training" in full.stderr
-    assert "100%" in full.stderr
+    assert "100%" not in full.stderr  # no progress bar in a pipe
     short = train(script, tmp_path, "--epochs", "2")
     assert short.losses == full.losses[: 2 * STEPS_PER_EPOCH]
 
