@@ -283,8 +283,8 @@ DEFECTS: tuple[Defect, ...] = (
     Defect(
         name="resumed-sampler-keeps-the-first-order",
         file="data/samplers.py",
-        old=("        super().load_state_dict(state)\n        self._forward_epoch()\n"),
-        new="        super().load_state_dict(state)\n",
+        old=("        self._set_epoch(epoch)\n        self._position = self._start = position\n"),
+        new="        self.epoch = epoch\n        self._position = self._start = position\n",
         tests=("unit/test_resumable.py", "multiprocess/test_uneven.py"),
     ),
     Defect(

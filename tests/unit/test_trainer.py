@@ -229,7 +229,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
     def console(**options: Any) -> Console:
         del options["stderr"]
-        return Console(file=screen, force_terminal=True, width=120, **options)
+        return Console(file=screen, force_terminal=True, width=120, highlight=False, **options)
 
     monkeypatch.setattr(progress, "make_console", console)
     monkeypatch.setattr(progress, "_REFRESH_SECONDS", 0.0)

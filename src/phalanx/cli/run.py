@@ -337,13 +337,13 @@ def explanation(job: str, encoding: str, host: str = "", console: "Console | Non
 
     try:
         recorded_job = read_job(job)
-        has_tracebacks = bool(read_tracebacks(job)[1])
         if console is None:
             text = as_text(recorded_job, encoding)
         else:
             with console.capture() as captured:
                 console.print(explain(recorded_job))
             text = captured.get()
+        has_tracebacks = bool(read_tracebacks(job)[1])
     except Exception as error:  # noqa: BLE001 - the job's own exit code matters more
         kind = "" if isinstance(error, OSError | UsageError) else f"{type(error).__name__}: "
         return f"\nphalanx run: can't explain it: {kind}{escape(str(error), 300)}\n"
