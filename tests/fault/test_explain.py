@@ -116,7 +116,7 @@ def check(scenario: str, kind: str = "") -> None:
     assert "Suggested fixes:" in text
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scenario", [*HANGS, "branch", "finished", "order"])
 def test_while_running_and_after_ctrl_c(scenario: str) -> None:
     """The job is explained while it hangs, before its timeout, and after Ctrl-C."""
@@ -179,7 +179,7 @@ def without_launcher(folder: str, scenario: str) -> None:
     explain_script.main(scenario, "2")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "scenario", ("killed", "stopped", "busy", "branch", "finished", "unsent", "missing", "order")
 )

@@ -26,7 +26,7 @@ CASES = (
 )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_is_diagnosed(tmp_path: Path, name: str) -> None:
     trial = matrix.run(matrix.CASES[name], tmp_path)

@@ -117,7 +117,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", list(CASES))
 def test_one_traceback_a_line_for_each_other_rank_and_the_verdict(run, case):
     action, expected_code, traceback, line, verdict = CASES[case]
@@ -165,6 +165,7 @@ def test_a_mismatch_blames_no_single_rank(run):
     assert {found[1], found[2]} == {"0", "1"}
 
 
+@pytest.mark.slow
 def test_whole_tracebacks_are_kept(run):
     options = ("run", "--nproc-per-node", "2", "script.py")
     code, _, err = run(*options, action="torch.nn.Linear(4, 2)(torch.ones(3, 5))")
@@ -198,6 +199,7 @@ def test_a_rank_that_is_not_shown_is_quoted_in_the_report(run):
     assert "    | ValueError: loss is not a number" in rest
 
 
+@pytest.mark.slow
 def test_a_malformed_variable_is_one_line(run):
     code, _, err = run("run", "script.py", PHALANX_TRACEBACKS="some")
     assert code == 2

@@ -69,6 +69,7 @@ dist.destroy_process_group()
     assert ranks_of(ended.stdout) == [f"[rank {rank}] {line}" for rank in range(3)]
 
 
+@pytest.mark.slow
 def test_threads_are_shared_out(run: Run) -> None:
     ended = run("import torch; print(torch.get_num_threads())")
     assert ended.returncode == 0, ended.stderr
@@ -78,18 +79,21 @@ def test_threads_are_shared_out(run: Run) -> None:
     assert all(count <= threads for count in counts)
 
 
+@pytest.mark.slow
 def test_output_is_not_buffered(run: Run) -> None:
     ended = run("import os; print('seen', end=''); os._exit(0)")
     assert ended.returncode == 0, ended.stderr
     assert ranks_of(ended.stdout) == ["[rank 0] seen", "[rank 1] seen"]
 
 
+@pytest.mark.slow
 def test_a_module(run: Run, tmp_path: Path) -> None:
     (tmp_path / "tool.py").write_text("import sys; print(__name__, __spec__.name, sys.argv[1:])")
     ended = run("", *("--nproc-per-node", "1", "-m", "tool", "a"))
     assert (ended.returncode, ended.stdout) == (0, "[rank 0] __main__ tool ['a']\n"), ended.stderr
 
 
+@pytest.mark.slow
 def test_another_backend_is_replaced(run: Run) -> None:
     text = """
 import torch, torch.distributed as dist
@@ -149,6 +153,7 @@ def test_a_traceback_has_the_frames_of_the_script(run: Run, tmp_path: Path) -> N
     assert lines[-1] == "ValueError: wrong"
 
 
+@pytest.mark.slow
 def test_exit_handlers_run(run: Run) -> None:
     ended = run("import atexit; atexit.register(print, 'done')")
     assert ended.returncode == 0, ended.stderr
@@ -170,6 +175,7 @@ sys.exit(attempt == "0" and os.environ["RANK"] == "0")
     assert {*ranks_of(ended.stdout)} >= {"[rank 0] 0 True", "[rank 0] 1 True", "[rank 1] 1 True"}
 
 
+@pytest.mark.slow
 def test_log_files(run: Run, tmp_path: Path) -> None:
     options = ("--nproc-per-node", "2", "--redirects", "1", "--log-dir", "logs", "script.py")
     ended = run("print('kept')", *options)
@@ -178,6 +184,7 @@ def test_log_files(run: Run, tmp_path: Path) -> None:
     assert kept == ["kept\n"] * 2
 
 
+@pytest.mark.slow
 def test_other_programs_do_without(run: Run) -> None:
     ended = run("", *("--nproc-per-node", "2", "--no-python", "echo", "x"))
     assert ended.returncode == 0, ended.stderr
@@ -198,6 +205,7 @@ def test_wrong_modules(run: Run, modules: str, message: str) -> None:
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_the_process_to_copy_is_lost(run: Run) -> None:
     """The ranks go on; another start of them is an error."""
     ended = run(
