@@ -171,8 +171,17 @@ LAYERS: dict[str, list[Section]] = {
         Section("tidy", ("--jobs", str(os.cpu_count()), "--output-sync=target", "tidy"), NATIVE),
         NativeTests("native-asan", ("native-asan",), NATIVE),
         NativeTests("native-tsan", ("native-tsan",), NATIVE),
-        # Ranks are copies here, which start sooner; in `make test` they start by themselves.
-        PythonTests("slow-tests", ("pytest", "PHALANX_PRELOAD=torch", "SELECT=slow and not long")),
+        # Ranks and launchers are copies here, which start sooner (tests/copies.py); in `make test`
+        # they start by themselves.
+        PythonTests(
+            "slow-tests",
+            (
+                "pytest",
+                "PHALANX_PRELOAD=torch",
+                "PHALANX_TEST_COPIES=1",
+                "SELECT=slow and not long",
+            ),
+        ),
         # What `make test` shows of operations, without direct calls.
         PythonTests(
             "general-tests",
