@@ -30,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 PHALANX = str(Path(sys.executable).with_name("phalanx"))
+USUAL_START: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+"""The method of `Popen` that starts a process."""
 VARIABLE = "PHALANX_TEST_COPIES"
 """Set to 1 to have copies."""
 
@@ -110,7 +112,7 @@ def use_copies() -> CopyServer:
 
 def copying_start(server: CopyServer) -> Callable[..., None]:
     """Return the method of `Popen` that starts a process, with copies where these are the same."""
-    start: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+    start = USUAL_START
     names = start.__code__.co_varnames[1 : start.__code__.co_argcount]
 
     def execute_child(self: Any, *arguments: Any) -> None:

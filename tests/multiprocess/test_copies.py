@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.copies import PHALANX, CopyServer, copying_start
+from tests.copies import PHALANX, USUAL_START, CopyServer, copying_start
 
 LIMIT = 100
 COMMAND = [PHALANX, "run", "--nproc-per-node", "1", "script.py"]
@@ -41,8 +41,8 @@ def start(
     """Start a command in the test's folder, as a process of its own and as a copy."""
     is_copy = request.param == "copy"
     monkeypatch.setenv("PHALANX_PRELOAD", "torch")
-    if is_copy:
-        monkeypatch.setattr(subprocess.Popen, "_execute_child", copying_start(server))
+    start = copying_start(server) if is_copy else USUAL_START
+    monkeypatch.setattr(subprocess.Popen, "_execute_child", start)
 
     def run(*command: str, **options: Any) -> "subprocess.Popen[str]":
         pipe = subprocess.PIPE
