@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import random
 import threading
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,7 +67,7 @@ class Board:
         self.lacking: set[int] = set()  # ranks that had no memory
         self.impatient: set[int] = set()  # ranks that did not wait for the end of another
         self.outcomes: dict[int, Survivors[Any] | BaseException] = {}
-        self.turns = defaultdict[int, threading.Semaphore](lambda: threading.Semaphore(0))
+        self.turns = [threading.Semaphore(0) for _ in range(size)]
         self.arrived = threading.Semaphore(0)
         self.steps = 0
 
