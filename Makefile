@@ -133,7 +133,7 @@ lint: setup-dev ## ruff, mypy, import-linter, clang-format, retired words, clock
 	$(call section,mypy: types)
 	@mypy
 	$(call section,import-linter: layers)
-	@lint-imports --no-logo
+	@python tools/check_layers.py
 	$(call section,clang-format: format of the core)
 	@clang-format --dry-run -Werror $(SOURCES) $(HEADERS)
 	$(call section,Retired words)

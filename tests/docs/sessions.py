@@ -21,11 +21,21 @@ _SHELL = {"COLUMNS": "80"}
 
 
 def run(command: str, directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of a page in a shell that finds `phalanx` and `python`."""
+    """Run a command of a page as a shell does that finds `phalanx` and `python`.
+
+    One that needs nothing else of a shell is started without it, as a copy if launchers are.
+    """
+    programs = Path(sys.executable).parent
+    words = command.split()
+    arguments = ["bash", "-o", "pipefail", "-c", command]
+    if words[0] == "phalanx" and re.fullmatch(r"[\w ./:=,-]+", command):
+        arguments = [str(programs / "phalanx"), *words[1:]]
+    path = f"{programs}:{os.environ['PATH']}"
+    jobs = str(directory / ".jobs")
     return subprocess.run(
-        ["bash", "-o", "pipefail", "-c", f'PATH="{Path(sys.executable).parent}:$PATH"; {command}'],
+        arguments,
         cwd=directory,
-        env={**os.environ, **_SHELL, "PHALANX_JOBS_DIR": str(directory / ".jobs"), **environment},
+        env={**os.environ, **_SHELL, "PATH": path, "PHALANX_JOBS_DIR": jobs, **environment},
         capture_output=True,
         text=True,
         timeout=LIMIT,

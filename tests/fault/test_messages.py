@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.backend import messages
+from phalanx.backend import messages, peer_state
 from phalanx.errors import Aborted, CollectiveMismatch, CollectiveTimeout, PeerLost
 from tests.ranks import RankServer, marker_file, wait_for_file
 from tests.waiting import once_blocked
@@ -119,6 +119,67 @@ def leave_in_another_thread(how: str) -> None:
     (error,) = errors
     assert isinstance(error, Aborted), error
     assert "tag 5 at test_messages.py:" in str(error), error
+
+
+def leaves_while_another_thread_describes_its_failure() -> None:
+    """The group is closed between two reads of the error's text: it is the error even so."""
+    if dist.get_rank() == 1:
+        with pytest.raises(Aborted):
+            dist.recv(zeros(), 0)
+        return
+    group: Any = dist.group.WORLD
+    has_left = threading.Event()
+    reading = threading.Event()
+    build_rank = peer_state.build_rank
+
+    def read_then_lose_the_group(recorder: Any) -> Any:
+        reading.set()
+        assert has_left.wait(60)
+        return build_rank(recorder)
+
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            dist.recv(zeros(), 1)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while group._membership.native.outstanding == 0:
+        time.sleep(0.001)
+    peer_state.build_rank = read_then_lose_the_group  # type: ignore[assignment]
+    group._membership.native.abort("the test says so")
+    assert reading.wait(60)
+    group.abort()
+    has_left.set()
+    thread.join(60)
+    (error,) = errors
+    assert isinstance(error, Aborted), error
+    assert "recv float32[10] from rank 1 tag 0" in str(error)
+
+
+def test_the_group_is_left_while_an_error_is_described(ranks: RankServer) -> None:
+    ranks.run(2, leaves_while_another_thread_describes_its_failure)
+
+
+def wait_for_a_message_of_a_closed_group() -> None:
+    """A thread begins to wait when another one has closed the group and not told it yet."""
+    group: Any = dist.group.WORLD
+    dist.barrier()
+    works = [dist.irecv(zeros(), 1 - dist.get_rank()) for _ in range(2)]
+    membership = group._membership
+    membership.stop_threads()
+    membership.leave()
+    assert works[0].is_completed()
+    assert not works[0].is_success()
+    with pytest.raises(Aborted, match="this rank has left the group"):
+        works[1].wait()
+
+
+def test_a_wait_for_a_message_of_a_closed_group(ranks: RankServer) -> None:
+    ranks.run(2, wait_for_a_message_of_a_closed_group)
 
 
 def serves_after_a_client_has_left() -> None:

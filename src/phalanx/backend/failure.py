@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import socket
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from phalanx import _native
 from phalanx.backend import peer_state
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
     from phalanx.backend.membership import Membership
     from phalanx.hierarchical.failure import GroupFailure
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _MAX_DESCRIBED_RANKS = 8
 """The maximum number of late ranks that an error describes; `phalanx explain` describes all."""
@@ -72,6 +77,23 @@ def find_loss(error: BaseException, failure: Any, group: str) -> PhalanxError | 
     return kind(text.split("\n")[0], group=group)
 
 
+def _while_others_leave(describe: Callable[P, T]) -> Callable[P, T]:
+    """Let a description of a group end though another thread leaves the group meanwhile.
+
+    A read of a group that has just been closed raises ValueError. The second call finds the group
+    closed from its beginning, and then no description reads anything of it.
+    """
+
+    @functools.wraps(describe)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return describe(*args, **kwargs)
+        except ValueError:
+            return describe(*args, **kwargs)
+
+    return run
+
+
 class FailureFormatter:
     """The error messages of a group that spans hosts: a `hierarchical.failure.Formatter`."""
 
@@ -80,6 +102,7 @@ class FailureFormatter:
 
     format_site = staticmethod(peer_state.format_site)
 
+    @_while_others_leave
     def explain(self, status: Any, timeout: float) -> tuple[str, str]:
         """Return the kind of the failure, as a native code, and the text of its error."""
         group = self._group
@@ -99,6 +122,7 @@ class FailureFormatter:
         return _format_operation(fingerprint) + self.format_site(site)
 
 
+@_while_others_leave
 def status_error(
     status: _native.Status | GroupFailure,
     group: _native.Group,
@@ -126,6 +150,7 @@ def status_error(
     return error_class(message, **_attributes(membership, ranks, operation, seconds))
 
 
+@_while_others_leave
 def wait_timeout_error(
     membership: Membership, operation: str, seconds: float, call_time: float
 ) -> CollectiveTimeout:

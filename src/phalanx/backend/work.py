@@ -366,7 +366,11 @@ class MessageWork(PendingWork):
 
     def finish(self, seconds: float) -> None:
         """Block until the message has ended, for at most some seconds, after which it fails."""
-        self._finish(self._group.wait(self._message, seconds), seconds)
+        try:
+            status = self._group.wait(self._message, seconds)
+        except ValueError:  # another thread has left the group, and so ended the message
+            status = self._message.status
+        self._finish(status, seconds)
 
     def is_completed(self) -> bool:
         """Return whether the message has ended; makes progress, so polling in a loop completes."""
@@ -414,7 +418,10 @@ class MessageWork(PendingWork):
                 self._complete(error)
 
     def _test(self) -> bool:
-        return not self._group.closed and self._group.test(self._message)
+        try:
+            return self._group.test(self._message)
+        except ValueError:  # another thread has left the group, and so ended the message
+            return self._message.done
 
     def _finish(self, status: _native.Status | None, seconds: float | None = None) -> None:
         with self._done_lock:
