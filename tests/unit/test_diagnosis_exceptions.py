@@ -65,6 +65,17 @@ def test_a_peer_loses_the_rank_before_its_own_operation_is_cut_short() -> None:
     assert (diagnosis.kind, diagnosis.ranks) == ("failed", (1,))
 
 
+def test_ranks_that_raise_the_same_are_named_together() -> None:
+    builder = JobBuilder(4).run_collectives().fail(2, EXCEPTION).advance(0.001)
+    builder.fail([0, 1], EXCEPTION).advance(0.001).fail(3, "ValueError: another").advance(0.3)
+    diagnosis = diagnose(builder.stop_job().build())
+    assert (diagnosis.kind, diagnosis.ranks, diagnosis.reason) == ("failed", (0, 1, 2), EXCEPTION)
+    assert diagnosis.describe()[0].startswith("Ranks 0-2 failed at ")
+    fixes = diagnosis.suggest_fixes()[0]
+    assert fixes.startswith("Each of these ranks raised it by itself")
+    assert fixes.endswith("; the exceptions of the other ranks follow from it.")
+
+
 def test_a_notified_rank_is_not_the_cause() -> None:
     """Rank 0 raises the notified error; its next operation fails after that."""
     builder = raise_exception(start_operation()).begin([0, 2], waiting_for=1).advance(0.001)

@@ -41,6 +41,18 @@ def test_names_consist_of_the_time_and_a_random_suffix() -> None:
     assert all(env.JOB_NAME.fullmatch(name) for name in made)
 
 
+def test_the_first_of_several_processes_decides_the_content(tmp_path: Path) -> None:
+    name = make_job_name()
+    with (
+        JobDirectory(str(tmp_path / "jobs"), name, create=True) as job,
+        JobDirectory(str(tmp_path / "jobs"), name) as other,
+    ):
+        assert job.create_once("x.first", b"3") == b"3"
+        assert other.create_once("x.first", b"12345") == b"3"
+        assert job.create_once("y.first", b"") == b""
+        assert sorted(os.listdir(job.fd)) == ["x.first", "y.first"]
+
+
 def test_only_the_user_can_read_the_files(tmp_path: Path) -> None:
     base = tmp_path / "jobs"
     before = os.umask(0)

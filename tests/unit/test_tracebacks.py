@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from phalanx.errors import Aborted, CollectiveMismatch, PeerLost, PhalanxError
-from phalanx.observe.exception_hook import describe_consequence, shorten
+from phalanx.observe.exception_hook import describe_consequence, refer_to, shorten
 from phalanx.system.tracebacks import format_folded
 
 LOST = "[rank 0/2 on node] all_reduce #3 float32[4] SUM at train.py:12: rank 1 (pid 7) has died"
@@ -118,6 +118,18 @@ def test_a_consequence_names_the_line_of_the_program(monkeypatch: pytest.MonkeyP
     line = lose.__code__.co_firstlineno + 1
     expected = f"PeerLost: worker 'ps1' has died (at test_tracebacks.py:{line} in lose)"
     assert describe_consequence(catch(lose)) == expected
+
+
+def test_a_line_refers_to_the_traceback_of_another_rank() -> None:
+    def compute() -> None:
+        raise ValueError("loss\nis not a number")
+
+    line = compute.__code__.co_firstlineno + 1
+    site = f"at test_tracebacks.py:{line} in compute"
+    assert refer_to("3", catch(compute)) == f"ValueError: loss ({site}, as on rank 3)\n"
+    assert refer_to("3", ValueError("raised nowhere")) == (
+        "ValueError: raised nowhere (as on rank 3)\n"
+    )
 
 
 def test_an_error_that_follows_an_own_one_is_no_consequence(

@@ -330,9 +330,12 @@ class RankOutput(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Create the pipes for one attempt to run all ranks; called by the agent."""
-        for env in envs.values():
+        for local_rank, env in envs.items():
             # The agent counts only the failures on this host, which differ between hosts.
             env["TORCHELASTIC_RESTART_COUNT"] = str(self.attempt)
+            # A traceback that nobody sees must not stand for those of other ranks.
+            if os.environ["PHALANX_TRACEBACKS"] == "once" and not self._is_selected(local_rank):
+                env["PHALANX_TRACEBACKS"] = "folded"
         dest = self._log_files.reify(envs) if self._log_files else self._discard_logs(envs)
         for local_rank, env in envs.items():
             streams = dest.stdouts, dest.stderrs

@@ -33,6 +33,8 @@ _PEER_FAILURE = re.compile(
 """Phalanx's errors about other ranks, as raised, or wrapped in a RuntimeError by DDP (C++)."""
 _SHORT = re.compile(r"(PeerLost|CollectiveTimeout|CollectiveMismatch|Aborted): ")
 """The only line that a rank prints of such an error, as `observe.exception_hook` shortens it."""
+_REPEATED = re.compile(r"(?P<exception>.+) \((at [^()]+, )?as on rank \d+\)$", re.MULTILINE)
+"""The only line of an exception whose traceback another rank prints, as the same module has it."""
 _STATEMENT = re.compile(
     r"^(?:phalanx\.errors\.|RuntimeError: [^:\n]*: )?"
     r"(?:PeerLost|CollectiveTimeout|CollectiveMismatch|Aborted): (?:\[[^\]]*\] )?(?:.*?: )?"
@@ -153,6 +155,11 @@ class Failure:
         return str(self.rank)
 
     @property
+    def exception(self) -> str:
+        """The exception that ended the rank, if it does not only say what happened to others."""
+        return "" if self.statement else find_exception(self.text)
+
+    @property
     def summary(self) -> str:
         """The headline and the last line of the text."""
         return f"{self.headline}: {''.join(self.text.splitlines()[-1:])}"
@@ -187,6 +194,7 @@ class HostFailure(NamedTuple):
     statement: str = ""
     late_ranks: tuple[int, ...] = ()
     is_described: bool = False
+    exception: str = ""
 
 
 F = TypeVar("F", Failure, HostFailure)
@@ -207,7 +215,7 @@ def mark_late_causes(failures: Sequence[Failure]) -> list[Failure]:
     return [
         replace(failure, had_raised=True)
         if failure.stopped
-        and _TRACEBACK in failure.text
+        and (_TRACEBACK in failure.text or _REPEATED.search(failure.text))
         and not _PEER_FAILURE.search(failure.text)
         and any(f"(pid {failure.pid})" in report for report in reports)
         else failure
@@ -233,7 +241,7 @@ def excerpt(text: str) -> str:
     if not starts:
         return "\n".join(rows[-10:])
     first = starts.pop()
-    if _SHORT.match(rows[first]):
+    if _is_line(rows[first]):
         return rows[first]
     while starts and any(row.startswith(_CHAIN) for row in rows[max(0, first - 2) : first]):
         first = starts.pop()
@@ -249,14 +257,20 @@ def find_exception(text: str) -> str:
     starts = _find_starts(rows)
     if not starts:  # a script that cannot be compiled has no traceback
         return next(filter(_SYNTAX_ERROR.match, rows[-1:]), "")
-    if _SHORT.match(rows[starts[-1]]):
-        return rows[starts[-1]]
+    if _is_line(row := rows[starts[-1]]):
+        repeated = _REPEATED.match(row)
+        return repeated["exception"] if repeated else row
     return next((row for row in rows[starts[-1] + 1 :] if row and not row[0].isspace()), "")
 
 
 def _find_starts(rows: Sequence[str]) -> list[int]:
     """Return the indices of the lines that begin a traceback, or stand in its place."""
-    return [i for i, row in enumerate(rows) if row.startswith(_TRACEBACK) or _SHORT.match(row)]
+    return [i for i, row in enumerate(rows) if row.startswith(_TRACEBACK) or _is_line(row)]
+
+
+def _is_line(row: str) -> bool:
+    """Return whether a line stands in the place of a traceback."""
+    return bool(_SHORT.match(row) or _REPEATED.match(row))
 
 
 def record_exceptions(log: "LauncherLogWriter", failures: Sequence[Failure]) -> None:
@@ -304,7 +318,12 @@ def format_consequences(cause: F | None, failures: Sequence[F], kind: str = "") 
         (f for f in failures if f is not cause or not has_left_out), key=lambda each: each.rank
     )
     rest = [each for each in others if not each.is_described and each.rank not in late]
-    lines = [f"  after it, {each.summary}"[:200] for each in rest if not each.stopped]
+    lines = []
+    own = cause.exception if cause else ""
+    if alike := [each.name for each in rest if own and each.exception == own]:
+        lines.append(f"  the same exception on {kind}{', '.join(alike)}")
+        rest = [each for each in rest if each.name not in alike]
+    lines += [f"  after it, {each.summary}"[:200] for each in rest if not each.stopped]
     if described := [each.name for each in others if each.is_described]:
         lines.append(f"  failed because of it: {kind}{', '.join(described)}")
     if stopped := [each.name for each in rest if each.stopped]:

@@ -56,14 +56,14 @@ def rank_defaults(nprocs: int, environ: Mapping[str, str]) -> dict[str, str]:
         UsageError: `PHALANX_TRACEBACKS` is malformed, which ranks would only notice later.
     """
     try:
-        env.has_folded_tracebacks(environ)
+        env.tracebacks(environ)
     except ValueError as error:
         raise UsageError(str(error)) from None
     defaults = {
         "OMP_NUM_THREADS": str(threads_per_rank(nprocs)),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
-        "PHALANX_TRACEBACKS": "folded",
+        "PHALANX_TRACEBACKS": "once",
     }
     if not torch.accelerator.is_available():
         # Otherwise Accelerate treats a rank of a launcher as a process that trains alone.

@@ -109,10 +109,10 @@ def _describe(error: BaseException) -> RankOutcome:
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     summary = "".join(traceback.format_exception_only(type(error), error)).strip()
-    if os.environ.get("PHALANX_TRACEBACKS") == "folded":
-        text = format_folded(error)
-    else:
+    if os.environ.get("PHALANX_TRACEBACKS") == "all":
         text = "".join(traceback.format_exception(type(error), error, frames))
+    else:
+        text = format_folded(error)
     try:
         pickled: bytes | None = _pickle(error)
         pickle.loads(pickled or b"")  # an exception with its own __init__ may fail only here

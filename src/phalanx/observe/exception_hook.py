@@ -4,8 +4,8 @@ Python needs some tenths of a second to exit after an uncaught exception. Peers 
 rank need not wait that long: callbacks registered with `on_failure` notify them.
 
 Under the launchers of Phalanx, the exception is printed in short, since all ranks print theirs. The
-rank at fault prints a traceback without the frames inside libraries. A rank whose exception only
-says what happened to another rank prints one line.
+rank at fault prints a traceback without the frames inside libraries. A rank prints one line if its
+exception only says what happened to another rank, or if a rank of its host has printed the same.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from phalanx.usage_errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from traceback import FrameSummary
     from types import TracebackType
 
 SESSION_ENDED = "its session ended with "
@@ -115,7 +116,7 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
-def install(keep: Callable[[str], bool]) -> None:
+def install(keep: Callable[[str], bool], find_first: Callable[[str], str]) -> None:
     """Announce and print every uncaught exception from now on; a second call does nothing.
 
     Exceptions in an interactive session are not announced, since the process outlives them. They
@@ -125,6 +126,8 @@ def install(keep: Callable[[str], bool]) -> None:
     Args:
         keep: A function that keeps the whole traceback of an exception that will be printed in
             short. If it returns False, the whole traceback is printed.
+        find_first: A function that returns which rank of this host has had a text before, empty
+            for none. With `PHALANX_TRACEBACKS=once`, this rank then refers to that one.
 
     Raises:
         UsageError: `PHALANX_TRACEBACKS` is malformed.
@@ -134,7 +137,7 @@ def install(keep: Callable[[str], bool]) -> None:
         return
     before = sys.excepthook
     try:
-        is_short = env.has_folded_tracebacks() and _prints_whole_traceback(before)
+        wanted = env.tracebacks() if _prints_whole_traceback(before) else "all"
     except ValueError as error:
         raise UsageError(str(error)) from None
     _installed = True
@@ -144,11 +147,13 @@ def install(keep: Callable[[str], bool]) -> None:
             before(kind, error, trace)
             return
         announce(error)
-        text = shorten(error) if is_short and sys.stderr is not None else ""
-        if text and keep("".join(traceback.format_exception(kind, error, trace))):
-            sys.stderr.write(text)
-        else:
+        text = shorten(error) if wanted != "all" and sys.stderr is not None else ""
+        if not text or not keep("".join(traceback.format_exception(kind, error, trace))):
             before(kind, error, trace)
+        elif wanted == "once" and (first := find_first(text)):
+            sys.stderr.write(refer_to(first, error))
+        else:
+            sys.stderr.write(text)
 
     sys.excepthook = hook
 
@@ -163,6 +168,13 @@ def shorten(error: BaseException) -> str:
     """Return the text of an uncaught exception, with line ends: a line, or a folded traceback."""
     line = describe_consequence(error)
     return f"{line}\n" if line else format_folded(error)
+
+
+def refer_to(rank: str, error: BaseException) -> str:
+    """Return the line for an exception of which another rank prints the traceback."""
+    frame = find_last_own_frame(error)
+    site = "" if frame is None else f"at {_format_site(frame)}, "
+    return encodable(f"{_format_line(error)} ({site}as on rank {rank})\n")
 
 
 def describe_consequence(error: BaseException) -> str:
@@ -182,8 +194,12 @@ def describe_consequence(error: BaseException) -> str:
     frame = find_last_own_frame(error)
     if frame is None:
         return line
-    site = f"{os.path.basename(frame.filename)}:{frame.lineno}"
-    return line if site in line else f"{line} (at {site} in {frame.name})"
+    site = _format_site(frame)
+    return line if site.partition(" ")[0] in line else f"{line} (at {site})"
+
+
+def _format_site(frame: FrameSummary) -> str:
+    return f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
 
 
 def _find_consequence(error: BaseException) -> tuple[str, str] | None:

@@ -230,6 +230,23 @@ class JobDirectory:
             file.write(content)
         os.rename(part, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
+    def create_once(self, name: str, content: bytes) -> bytes:
+        """Create a file atomically unless it exists; return the content that it has.
+
+        Raises:
+            OSError: The file cannot be written or read.
+        """
+        part = f"{name}.{os.getpid()}"
+        with os.fdopen(self.create(part), "wb") as file:
+            file.write(content)
+        try:
+            os.link(part, name, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
+        except FileExistsError:
+            return self.read(name, len(content) + 64)
+        finally:
+            os.unlink(part, dir_fd=self.fd)
+        return content
+
     def read(self, name: str, limit: int) -> bytes:
         """Return the content of a file; never blocks.
 

@@ -6,6 +6,7 @@ most of it; this module adds training progress and how the process ends.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import multiprocessing
 import multiprocessing.util
@@ -13,6 +14,7 @@ import operator
 import os
 import sys
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat, SupportsIndex
 
 from phalanx import _native, env
@@ -228,7 +230,7 @@ def _open(store: Store, rank: int, size: int) -> None:
         raise UsageError(str(error)) from None
     _recorder = _open_recorder(_JobSettings(store, rank, size, attempt, *settings))
     # Installed now because failing to form a group may also end the process.
-    exception_hook.install(_keep_traceback)
+    exception_hook.install(_keep_traceback, partial(_find_first_rank, rank, attempt))
 
 
 def _keep_traceback(text: str) -> bool:
@@ -241,6 +243,21 @@ def _keep_traceback(text: str) -> bool:
     except OSError:  # a full disk, or the job's directory was removed
         return False
     return True
+
+
+def _find_first_rank(rank: int, attempt: int, text: str) -> str:
+    """Return the rank of this host that has had an exception with this text before, else "".
+
+    The ranks of a host agree by a file in the job's directory, if there is one.
+    """
+    if (directory := get_job_directory()) is None:
+        return ""
+    digest = hashlib.sha256(f"{attempt} {encodable(text)}".encode()).hexdigest()
+    try:
+        first = directory.create_once(f"{digest[:32]}.first", str(rank).encode()).decode()
+    except OSError:  # a full disk, or the job's directory was removed
+        return ""
+    return "" if first == str(rank) else first
 
 
 def _is_initialized() -> bool:

@@ -129,11 +129,12 @@ class FailedRank(_LostRank):
 
     def suggest_fixes(self) -> list[str]:
         known = [steps for pattern, steps in _KNOWN_ERRORS if pattern.search(self.reason)]
-        return [
-            f"The traceback is in the stderr of {format_ranks(self.ranks)}; "
-            "the exceptions of the other ranks follow from it.",
-            *(known[0] if known else ()),
-        ]
+        place = f"The traceback is in the stderr of {format_ranks(self.ranks)}"
+        if not self.is_single:
+            place = "Each of these ranks raised it by itself; the stderr of one has its traceback"
+        others = [rank for rank in self.graph.ranks if rank not in self.ranks]
+        follow = "; the exceptions of the other ranks follow from it" if others else ""
+        return [f"{place}{follow}.", *(known[0] if known else ())]
 
 
 class VanishedRank(KilledRank):
@@ -293,8 +294,12 @@ def _diagnose_lost_ranks(graph: WaitForGraph, lost: list[int]) -> Diagnosis | No
     first = min(lost, key=lambda number: _get_exit_order(graph, number))
     status = graph.exits[first]
     alike = tuple(number for number in lost if graph.exits[number].reason == status.reason)
-    # The first exception is the cause. A signal or the end of the script may concern many ranks.
-    at_fault = (first,) if status.reason in ("failed", "exited") else alike
+    # The first exception is the cause, unless others have raised the same without one another. A
+    # signal or the end of the script may concern many ranks.
+    at_fault = (first,) if status.reason == "exited" else alike
+    if status.reason == "failed":
+        exception = graph.ranks[first].exception
+        at_fault = tuple(number for number in alike if graph.ranks[number].exception == exception)
     if not status.is_own_failure:
         for number in graph.find_waiters(at_fault):
             operation = graph.waits[number].operation
