@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_logits
@@ -87,16 +88,18 @@ def drive(trainers: int, servers: int, epochs: int, folder: Path | None) -> None
             trainer.rpc_sync().load(f"{saved[-1]}/dense.pt")
     probabilities = make_samples(100_000, seed=0)[2]
     least_loss = binary_cross_entropy(probabilities, probabilities)
-    with Progress() as progress:
+    console = Console()
+    bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+    with bar as progress:
         progress.print(
             f"{trainers} trainers, {servers} servers; the least loss is {least_loss:.4f}"
         )
-        bar = progress.add_task("training", total=epochs, completed=len(saved))
+        task = progress.add_task("training", total=epochs, completed=len(saved))
         for epoch in range(len(saved), epochs):
             losses = [trainer.rpc_async(timeout=0).train(epoch) for trainer in workers]
             mean = sum(torch.futures.wait_all(losses)) / trainers
             progress.print(f"epoch {epoch:2}: loss {mean:.4f}")
-            progress.advance(bar)
+            progress.advance(task)
             if folder:  # a checkpoint gets its name when it is complete
                 partial = folder / f"part-{epoch}"
                 embedding.save(table_servers, f"{partial}")

@@ -1,6 +1,7 @@
 // Check pages of the built site in headless Chromium, light and dark, wide and narrow: the rules of
 // axe-core (contrast, descriptions, targets that a finger can hit, languages, structure), and content
-// that is wider than the window. Pictures of the pages are written if a directory for them is given.
+// that is wider than the window. If a directory for pictures is given, those of the pages are written
+// there, and preview.png of the front page, which docs/static has for previews of links.
 //
 // It is run by hand after `make docs`, with packages that are not requirements of the project:
 //
@@ -27,6 +28,8 @@ const PAGES = [
 ];
 const WIDTHS = [1400, 390];
 const SCHEMES = ["light", "dark"];
+// The milliseconds after which the picture of a failure is whole.
+const ANIMATION = 10000;
 
 // Return the elements that reach beyond the window, unless one around them scrolls. It runs in the
 // page.
@@ -94,6 +97,19 @@ for (const scheme of SCHEMES) {
     }
     await context.close();
   }
+}
+if (pictures) {
+  const page = await browser.newPage({ viewport: { width: 1520, height: 700 } });
+  await page.goto(`file://${path.resolve(site, "index.html")}`);
+  await page.addStyleTag({
+    content: ".headerlink, .theme-toggle, .translation { display: none !important }",
+  });
+  await page.waitForTimeout(ANIMATION);
+  const { x } = await page.locator("article").boundingBox();
+  await page.screenshot({
+    path: path.join(pictures, "preview.png"),
+    clip: { x: x - 48, y: 0, width: 1200, height: 630 },
+  });
 }
 await browser.close();
 console.log(`${PAGES.length} pages, ${count} findings`);

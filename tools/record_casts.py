@@ -6,10 +6,10 @@ training whose rank 2 is slow (watch.svg). The timeline of the second job is wri
 straggler.pftrace in the current directory if `--trace` is given.
 
 The output is shown as it was printed, with these exceptions: the commands run in a namespace in
-which the host is called node-a, tracebacks are folded to one line, and so is the explanation that
-`phalanx run` prints, because `phalanx explain` prints it again. Text stays text in the files. They
-play as animations; a viewer that does not animate, or whose user prefers reduced motion, shows the
-last frame.
+which the host is called node-a, and the explanation that `phalanx run` prints is folded to one
+line, because `phalanx explain` prints it again. Text stays text in the files. They play as
+animations; a viewer that does not animate, or whose user prefers reduced motion, shows the last
+frame.
 """
 
 from __future__ import annotations
@@ -285,22 +285,6 @@ def split_lines(output: str, columns: int) -> list[str]:
     return lines
 
 
-def fold_tracebacks(lines: list[str]) -> list[str]:
-    """Replace the frames of each traceback by a line that counts them."""
-    folded: list[str] = []
-    frames = 0
-    for line in lines:
-        if re.match(r"\[rank \d+\] \[rank\d+\]: (Traceback|  )", line):
-            frames += 1
-            continue
-        if frames:
-            rank = line.split("]")[0] + "]"
-            folded.append(f"{rank} \x1b[2m... a traceback of {frames} lines\x1b[0m")
-            frames = 0
-        folded.append(re.sub(r"^(\[rank \d+\]) \[rank\d+\]:", r"\1", line))
-    return folded
-
-
 def record_failure(columns: int = 108) -> str:
     """Record a training whose rank 1 is killed, and the explanation of its end."""
     command = "phalanx run --nproc-per-node 3 train.py"
@@ -313,16 +297,15 @@ def record_failure(columns: int = 108) -> str:
     with open_terminal("phalanx explain", columns) as terminal:
         explanation = split_lines(terminal.read_all(), columns)
     report, rest = after.split("\r\n\r\nJob ", 1)
-    report = "\n".join(fold_tracebacks(report.replace("\r", "").split("\n")))
-    folded = len(split_lines(f"Job {rest}", columns)) - 1
-    last = split_lines(rest, columns)[-1]
-    assert last.startswith("To see this again"), last
+    lines = split_lines(f"Job {rest}", columns)
+    hints = [line for line in lines if line.startswith("To see ")]
+    folded = len(lines) - len(hints)
     aside = f"\x1b[2m... {folded} lines of explanation, which `phalanx explain` prints again\x1b[0m"
     parts = [
         Frame([prompt(command)], 1.0),
         *(Frame([line], 0.6) for line in split_lines(before, columns)),
         Frame(["", f"\x1b[2m(in another terminal)\x1b[0m {prompt(f'kill -9 {pid}')}", ""], 1.5),
-        Frame([*split_lines(report, columns), aside, last, ""], 2.0),
+        Frame([*split_lines(report, columns), aside, *hints, ""], 2.0),
         Frame([prompt("phalanx explain")], 1.0),
         Frame(explanation, 1.0),
     ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from phalanx.errors import Aborted, CollectiveMismatch, PeerLost, PhalanxError
-from phalanx.observe.exception_hook import describe_consequence, refer_to, shorten
+from phalanx.observe.exception_hook import describe_consequence, shorten
 from phalanx.system.tracebacks import format_folded
 
 LOST = "[rank 0/2 on node] all_reduce #3 float32[4] SUM at train.py:12: rank 1 (pid 7) has died"
@@ -126,10 +126,16 @@ def test_a_line_refers_to_the_traceback_of_another_rank() -> None:
 
     line = compute.__code__.co_firstlineno + 1
     site = f"at test_tracebacks.py:{line} in compute"
-    assert refer_to("3", catch(compute)) == f"ValueError: loss ({site}, as on rank 3)\n"
-    assert refer_to("3", ValueError("raised nowhere")) == (
+    error = catch(compute)
+    seen: list[str] = []
+    assert shorten(error, lambda text: seen.append(text) or "") == format_folded(error)
+    assert seen == [format_folded(error)]
+    assert shorten(error, lambda _: "3") == f"ValueError: loss ({site}, as on rank 3)\n"
+    assert shorten(ValueError("raised nowhere"), lambda _: "3") == (
         "ValueError: raised nowhere (as on rank 3)\n"
     )
+    # A line of a consequence stays as it is.
+    assert shorten(PeerLost(LOST, ranks=[1]), lambda _: "3") == shorten(PeerLost(LOST, ranks=[1]))
 
 
 def test_an_error_that_follows_an_own_one_is_no_consequence(

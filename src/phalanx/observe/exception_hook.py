@@ -147,13 +147,11 @@ def install(keep: Callable[[str], bool], find_first: Callable[[str], str]) -> No
             before(kind, error, trace)
             return
         announce(error)
-        text = shorten(error) if wanted != "all" and sys.stderr is not None else ""
-        if not text or not keep("".join(traceback.format_exception(kind, error, trace))):
+        whole = "".join(traceback.format_exception(kind, error, trace))
+        if wanted == "all" or sys.stderr is None or not keep(whole):
             before(kind, error, trace)
-        elif wanted == "once" and (first := find_first(text)):
-            sys.stderr.write(refer_to(first, error))
         else:
-            sys.stderr.write(text)
+            sys.stderr.write(shorten(error, find_first if wanted == "once" else None))
 
     sys.excepthook = hook
 
@@ -164,17 +162,22 @@ def _prints_whole_traceback(hook: Any) -> bool:
     return hook is sys.__excepthook__ or is_torch
 
 
-def shorten(error: BaseException) -> str:
-    """Return the text of an uncaught exception, with line ends: a line, or a folded traceback."""
-    line = describe_consequence(error)
-    return f"{line}\n" if line else format_folded(error)
+def shorten(error: BaseException, find_first: Callable[[str], str] | None = None) -> str:
+    """Return the text of an uncaught exception, with line ends: a line, or a folded traceback.
 
-
-def refer_to(rank: str, error: BaseException) -> str:
-    """Return the line for an exception of which another rank prints the traceback."""
+    Args:
+        error: The exception.
+        find_first: A function that returns the rank that prints the same traceback, empty for none.
+    """
+    if line := describe_consequence(error):
+        return f"{line}\n"
+    text = format_folded(error)
+    first = find_first(text) if find_first is not None else ""
+    if not first:
+        return text
     frame = find_last_own_frame(error)
     site = "" if frame is None else f"at {_format_site(frame)}, "
-    return encodable(f"{_format_line(error)} ({site}as on rank {rank})\n")
+    return encodable(f"{_format_line(error)} ({site}as on rank {first})\n")
 
 
 def describe_consequence(error: BaseException) -> str:
