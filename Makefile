@@ -212,9 +212,9 @@ $(VENV)/.integrations: pyproject.toml | $(VENV)/.dev
 	@touch $@
 
 # A part of it is a part of `make pytest`: all but what is marked long.
-ecosystem: setup-dev $(VENV)/.integrations ## FSDP2, DTensor, pipelines, compilers, Lightning, Accelerate on Phalanx: all tests
+ecosystem: setup-dev $(VENV)/.integrations ## FSDP2, DTensor, pipelines, compilers, Lightning, Accelerate, JupyterLab: all tests
 	$(call section,The ecosystem)
-	@pytest tests/ecosystem tests/examples/test_pipeline.py -m "" $(ARGS)
+	@pytest tests/ecosystem tests/examples/test_pipeline.py tests/multiprocess/test_notebook.py -m "" $(ARGS)
 
 pythons: ## build the wheel and self-check it on every Python here, 3.10 to 3.14 (ARGS="--only 3.12")
 	$(call section,Every Python)

@@ -1,16 +1,28 @@
-"""Cells of a notebook in a real kernel: what they show of training and of commands."""
+"""Cells of a notebook in a real kernel: what they show of training and of commands.
+
+The same in JupyterLab, in a browser, is a test of `make ecosystem`, on a machine with Chromium.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import os
 import re
+import secrets
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+
+from tests.ports import find_free_port
+from tests.waiting import wait_for
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 BAR = re.compile(r"training ━+ (\d+/\d+) 0:00:00 loss \d+\.\d{4}  [\d,]+ samples/s  waiting \d+%")
@@ -121,3 +133,100 @@ def test_commands_in_cells_write_lines(run_cells: Any, tmp_path: Path) -> None:
     assert "failed" in jobs
     assert re.search(r"Rank 1 \(pid \d+\) failed", explain)
     assert watch.count("All ranks have ended.") == once.count("All ranks have ended.") == 1
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+IS_COMPLETE = CHROMIUM and all(map(importlib.util.find_spec, ("jupyterlab", "playwright")))
+OUTPUTS = """
+() => [...document.querySelectorAll(".jp-Cell")].map((cell) =>
+  [...cell.querySelectorAll(".jp-OutputArea-output")].map((output) =>
+    [output.dataset.mimeType, output.textContent]))
+"""
+
+
+@contextlib.contextmanager
+def open_in_jupyterlab(book: Path) -> Iterator[Any]:
+    """Open a notebook in JupyterLab, and yield the page, with a kernel that waits for cells."""
+    from playwright.sync_api import sync_playwright
+
+    port, token = find_free_port(), secrets.token_hex(16)
+    options = {
+        "ServerApp.port": port,
+        "ServerApp.ip": "127.0.0.1",
+        "ServerApp.root_dir": book.parent,
+        "IdentityProvider.token": token,
+        "LabApp.news_url": "",
+    }
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"]
+    command += [
+        "--expose-app-in-browser",
+        *(f"--{name}={value}" for name, value in options.items()),
+    ]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    folders = {f"JUPYTER_{name}_DIR": f"{book.parent}/jupyter" for name in ("CONFIG", "RUNTIME")}
+    with (
+        (book.parent / "server.log").open("w") as log,
+        subprocess.Popen(
+            command, env={**os.environ, **folders, "PATH": path}, stdout=log, stderr=log
+        ) as server,
+        sync_playwright() as playwright,
+        playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"]) as browser,
+    ):
+        try:
+            # Cells that are not in view would not be drawn.
+            page = browser.new_page(viewport={"width": 1400, "height": 4000})
+            page.set_default_timeout(120_000)
+            wait_for(lambda: "is running at" in Path(log.name).read_text(), 120)
+            page.goto(f"http://127.0.0.1:{port}/lab/tree/{book.name}?token={token}")
+            page.locator(".jp-Dialog .jp-mod-accept").click()  # the kernel
+            page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').wait_for()
+            yield page
+        finally:
+            server.terminate()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not IS_COMPLETE, reason="needs Chromium, and what `make ecosystem` installs")
+def test_jupyterlab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_JOBS_DIR", str(tmp_path / "jobs"))
+    script = f"{TRAIN}\n\nrank, _ = train()\nif rank == 1:\n    raise ValueError('no data')\n"
+    (tmp_path / "train.py").write_text(script)
+    run = "!phalanx run --nproc-per-node 2 train.py"
+    commands = (run, "!phalanx explain", "!phalanx watch --once", "print('the', 'end')")
+    cells = (TRAIN, "phalanx.launch(train, 2)", "train()", *commands)
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(each) for each in cells])
+    nbformat.write(book, tmp_path / "book.ipynb")
+    steps: list[set[str]] = [set() for _ in cells]
+    outputs: list[Any] = []
+
+    with open_in_jupyterlab(tmp_path / "book.ipynb") as page:
+        page.evaluate("() => { void jupyterapp.commands.execute('runmenu:run-all') }")
+
+        def has_ended() -> bool:
+            page.wait_for_timeout(100)
+            outputs[:] = page.evaluate(OUTPUTS)
+            for seen, cell in zip(steps, outputs, strict=True):
+                seen.update(re.findall(r"training ━*[╸╺]?━* (\d+/6)", "".join(t for _, t in cell)))
+            return any("the end" in text for _, text in outputs[-1])
+
+        wait_for(has_ended, 300)
+
+    texts = ["".join(text for _, text in cell) for cell in outputs]
+    kinds = {kind for cell in outputs for kind, _ in cell}
+    # Nothing is on stderr, which has a red background.
+    assert kinds == {"text/html", "application/vnd.jupyter.stdout", "text/plain"}
+    assert not CONTROL.search("".join(texts).replace("\r\n", "\n"))
+    for number, result in ((1, "[(0, 6), (1, 6)]"), (2, "(0, 6)")):
+        (bar,) = [text for kind, text in outputs[number] if kind == "text/html"]
+        found = BAR.fullmatch(bar.rstrip())
+        assert found, bar
+        assert found[1] == "6/6"
+        assert len(steps[number]) > 1, "the bar did not move"
+        assert texts[number].endswith(result)
+    assert "━" not in texts[3]
+    assert "[rank 1] ValueError: no data" in texts[3]
+    assert all("Rank 1 (pid" in texts[number] for number in (3, 4))
+    assert "All ranks have ended." in texts[5]
+    # The kernel has left its own job, and goes on.
+    assert "another job is running" not in texts[4] + texts[5]

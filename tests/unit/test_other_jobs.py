@@ -17,7 +17,7 @@ from phalanx.observe.job_directory import JobDirectory, make_job_name
 from phalanx.observe.watch import as_json as watch_as_json
 from phalanx.observe.watch import build_view
 from phalanx.observe.watch_table import render
-from tests.job_directories import JobFixture
+from tests.job_directories import JobFixture, write_recorder
 
 
 @pytest.fixture
@@ -56,6 +56,17 @@ def test_an_ended_job_is_not_named(job: JobFixture, other: JobDirectory) -> None
     found = job_reader.read_job()
     assert (found.name, found.other_jobs) == (job.name, ())
     assert "newest" not in as_text(found)
+
+
+def test_a_job_that_its_process_has_left_is_not_named(job: JobFixture, other: JobDirectory) -> None:
+    with other:
+        other.write_description(1)
+        os.utime(other.path, (1, 1))
+        assert job_reader.read_job().other_jobs == (other.name,)
+        write_recorder(Path(other.path), 0, ending="exited", size=1)
+        os.utime(other.path, (1, 1))
+        found = job_reader.read_job()
+    assert (found.name, found.other_jobs) == (job.name, ())
 
 
 def test_at_most_three_jobs_are_named(job: JobFixture) -> None:

@@ -24,6 +24,7 @@ from phalanx.observe.job_directory import (
     LAUNCHER_LOG_FILE,
     MAX_TRACEBACK_SIZE,
     VERSION,
+    JobDirectory,
     find_job,
     get_pid_scope,
     get_recorder_name,
@@ -36,7 +37,6 @@ from phalanx.system.processes import StatField, read_stat
 if TYPE_CHECKING:
     from collections.abc import Container
 
-    from phalanx.observe.job_directory import JobDirectory
 
 HISTORY = 4096
 """The number of ended operations that a flight recorder holds."""
@@ -102,7 +102,19 @@ def read_job(text: str | None = None, history: int = HISTORY) -> model.Job:
     with find_job(text) as job:
         found = read_job_directory(job, history)
         running = [] if text is not None else list_running_jobs(job.base)
-    return replace(found, other_jobs=tuple(name for name in running if name != found.name))
+        others = [name for name in running if name != found.name and not _is_over(job.base, name)]
+    return replace(found, other_jobs=tuple(others))
+
+
+def _is_over(base: str, name: str) -> bool:
+    """Return whether the processes of a running job have left it: a notebook's kernel goes on."""
+    with suppress(OSError), JobDirectory(base, name) as job:
+        description = _read_description(job, [])
+        if not description.launcher:
+            recorders, unreadable = _read_recorders(job, 1)
+            is_whole = not unreadable and len(recorders) >= description.world_size
+            return is_whole and ended_well(recorders)
+    return False
 
 
 def read_job_directory(job: JobDirectory, history: int = HISTORY) -> model.Job:
