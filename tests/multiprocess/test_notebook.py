@@ -155,7 +155,6 @@ def open_in_jupyterlab(book: Path) -> Iterator[Any]:
         "ServerApp.ip": "127.0.0.1",
         "ServerApp.root_dir": book.parent,
         "IdentityProvider.token": token,
-        "LabApp.news_url": "",
     }
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"]
     command += [
