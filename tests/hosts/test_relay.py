@@ -31,6 +31,7 @@ from phalanx.transports.relay.protocol import (
     server_key_pair,
 )
 from phalanx.transports.relay.server import ChannelRegistry, RelayServer
+from phalanx.transports.relay.transport import _MAX_EAGER_BYTES
 from tests.fault.test_again import check_group
 from tests.fault.test_shrink import fail_until_lost
 from tests.ports import find_free_port
@@ -270,6 +271,44 @@ def many_eager_messages() -> None:
 
 def test_many_eager_messages(ranks: RankServer) -> None:
     ranks.run(2, many_eager_messages, timeout=None)
+
+
+def die_before_a_message_is_taken() -> None:
+    """No later message of the same tag and size takes the place of one that is lost."""
+    transport, rank = open_transport()
+    count, size, later = _MAX_EAGER_BYTES // 20_000, 20_000, 1000
+    if rank == 1:
+        for number in range(count + 1):  # the last one waits at the sender
+            transport.send(memoryview(make_data(number, size)), 0, 1)
+        wait_for_file("taken")
+        peer: Any = transport._peers[0]  # type: ignore[attr-defined]
+        wait_for(lambda: peer._eager_bytes <= (count - 10) * size)
+        assert transport.send(memoryview(make_data(later, size)), 0, 1).wait(0)
+        assert transport.send(memoryview(bytearray(b"x")), 0, 2).wait(LIMIT)
+        wait_for_file("arrived")
+        os.kill(os.getpid(), signal.SIGKILL)
+    for number in range(10):
+        buffer = bytearray(size)
+        assert transport.recv(memoryview(buffer), 1, 1).wait(LIMIT)
+        assert buffer == make_data(number, size)
+    marker_file("taken").touch()
+    assert transport.recv(memoryview(bytearray(1)), 1, 2).wait(LIMIT)
+    marker_file("arrived").touch()
+    with pytest.raises(TransportError):
+        transport.recv(memoryview(bytearray(1)), 1, 3).wait(LIMIT)
+    for number in range(10, count):
+        buffer = bytearray(size)
+        assert transport.recv(memoryview(buffer), 1, 1).wait(LIMIT)
+        assert buffer == make_data(number, size)
+    with pytest.raises(TransportError):
+        transport.recv(memoryview(bytearray(size)), 1, 1).wait(LIMIT)
+    transport.close()
+
+
+def test_a_message_is_lost_with_its_sender(ranks: RankServer) -> None:
+    first, second = ranks.start(2, die_before_a_message_is_taken, timeout=None).join()
+    assert first.code == 0, first.report()
+    assert second.code == -signal.SIGKILL
 
 
 def mismatched_sizes() -> list[str]:

@@ -16,6 +16,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -214,10 +215,13 @@ class TagQueues(Generic[T]):
             del self._queues[tag]
         return item
 
-    def retain(self, condition: Callable[[T], bool]) -> None:
-        """Remove all items that do not meet a condition."""
+    def keep_while(self, condition: Callable[[T], bool]) -> None:
+        """Remove the first item of each tag that does not meet a condition, and all after it.
+
+        They could only be taken in place of that item.
+        """
         for tag, items in self._queues.items():
-            self._queues[tag] = deque(filter(condition, items))
+            self._queues[tag] = deque(takewhile(condition, items))
 
     def remove_all(self) -> list[T]:
         """Remove and return all items."""

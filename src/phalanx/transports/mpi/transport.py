@@ -319,7 +319,7 @@ class _Peer:
     def disconnect(self, reason: str) -> None:
         """Fail all transfers except those that MPI holds: the peer is gone."""
         self._gone_reason = reason
-        self._unexpected_messages.retain(lambda message: message.kind is Kind.EAGER)
+        self._unexpected_messages.keep_while(lambda message: message.kind is Kind.EAGER)
         self._fail_unstarted(reason)
 
     def close(self) -> None:

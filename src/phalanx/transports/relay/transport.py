@@ -244,8 +244,8 @@ class _Peer:
             if self._disconnect_error is not None:
                 return
             self._disconnect_error = error
-            # Messages whose data have arrived can still be received.
-            self._unexpected_messages.retain(lambda message: message.data is not None)
+            # Messages whose data have arrived can still be received, up to one that is lost.
+            self._unexpected_messages.keep_while(lambda message: message.data is not None)
             pending = [*self._offered_sends.values(), *self._active_receives.values()]
             pending += self._posted_receives.remove_all()
             self._offered_sends.clear()
