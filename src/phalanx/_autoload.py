@@ -1,6 +1,7 @@
 """The hook that runs at `import torch`: registers three names and imports nothing else.
 
-If `PHALANX_REPLACE` is set, the hook also installs `phalanx.backend.replace`.
+If `PHALANX_REPLACE` is set, the hook also installs `phalanx.backend.replace`. In a rank of a
+launcher of Phalanx, it starts `phalanx.observe.torch_recorder`.
 
 PyTorch calls `register` through the `torch.backends` entry point. An exception here would break
 `import torch` itself, and every user of torch pays for time spent here.
@@ -27,15 +28,22 @@ def register() -> None:
             with contextlib.suppress(RuntimeError):  # another package's handler takes precedence
                 register_rendezvous_handler(scheme, _rendezvous)  # type: ignore[no-untyped-call]
         Backend.register_backend("phalanx", _create, extended_api=True, devices=["cpu", "cuda"])
-        replace_backends()
+        begin()
 
 
-def replace_backends() -> None:
-    """Replace the backends that `PHALANX_REPLACE` names, if any."""
+def begin() -> None:
+    """Do what the environment of this process asks for; in a copy, `import torch` is long over.
+
+    This replaces the backends that `PHALANX_REPLACE` names, and keeps PyTorch's records of a rank.
+    """
     if os.environ.get("PHALANX_REPLACE"):
         from phalanx.backend.replace import install
 
         install(_create)
+    if os.environ.get("PHALANX_JOB"):
+        from phalanx.observe.torch_recorder import start
+
+        start()
 
 
 def _create(options: object, backend_options: object = None) -> object:

@@ -165,6 +165,34 @@ def default_store() -> Any:
     return c10d._get_default_store()
 
 
+def foreign_groups() -> dict[str, list[int]]:
+    """Return the ranks of each group that is not of Phalanx, in their order, by its name."""
+    known: Any = c10d._world
+    found = {}
+    for group, (backend, _) in list(known.pg_map.items()):
+        # Another thread may destroy the group meanwhile.
+        name, ranks = known.pg_names.get(group), known.pg_group_ranks.get(group)
+        if name is not None and ranks and "phalanx" not in backend:
+            found[str(name)] = sorted(ranks, key=ranks.__getitem__)
+    return found
+
+
+def group_name(group: Any) -> str:
+    """Return PyTorch's name of a group, of the default one for None."""
+    return str(c10d._world.pg_names.get(group or c10d._get_default_group(), ""))
+
+
+def global_rank(group: Any, rank: int) -> int:
+    """Return the rank in the job of a rank of a group, of the default one for None."""
+    return int(dist.get_global_rank(group or c10d._get_default_group(), rank))
+
+
+def dump_flight_recorder() -> bytes:
+    """Return PyTorch's record of the last collectives as a pickle, without their stacks."""
+    dump: Any = getattr(_distributed_c10d, "_dump_fr_trace", None)
+    return b"" if dump is None else bytes(dump(True, False, False))
+
+
 def pretend_mpi() -> None:
     """Have PyTorch accept the backend "mpi", with which it was not built."""
     c10d._MPI_AVAILABLE = True

@@ -122,10 +122,10 @@ def _has_been_rank() -> bool:
     load_torch_quietly()
     if replaced is not None:
         os.environ["PHALANX_REPLACE"] = replaced
-    from phalanx._autoload import replace_backends
+    from phalanx._autoload import begin
     from phalanx.launcher import preload
 
-    return preload.start(replace_backends)
+    return preload.start(begin)
 
 
 def _escape_unencodable() -> None:

@@ -1,11 +1,14 @@
 """`phalanx explain`: the root cause of a hang or a failure, and the rank at fault."""
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from phalanx.cli.output import AsJson, Output, check_writable, write_json
 from phalanx.system.console import has_styles, make_console
+
+if TYPE_CHECKING:
+    from phalanx.observe.model import Job
 
 SETTINGS: dict[str, Any] = {
     "help": "\n\n".join(
@@ -21,7 +24,9 @@ SETTINGS: dict[str, Any] = {
             "[bold]phalanx explain --json | jq .diagnosis[/]\n"
             "  for programs; the other keys are job, ranks, advice, problems and workers\n"
             "[bold]phalanx explain --tracebacks[/]\n"
-            "  the whole tracebacks of the ranks of which phalanx run has shown short ones",
+            "  the whole tracebacks of the ranks of which phalanx run has shown short ones\n"
+            "[bold]phalanx explain --dumps /tmp/traces[/]\n"
+            "  a job on any backend, of which PyTorch's Flight Recorder has written dumps",
         )
     ),
     "epilog": "The exit code is 0 if the job could be read, even if it has failed; 2 if there is "
@@ -44,17 +49,26 @@ def command(
         bool,
         typer.Option("--tracebacks", help="Print the whole tracebacks of the ranks instead."),
     ] = False,
+    dumps: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Read the dumps of PyTorch's Flight Recorder in a directory, a file of each rank.",
+        ),
+    ] = None,
 ) -> None:
     """Read a job and print its explanation."""
     import sys
 
-    from phalanx.observe.job_reader import read_job
+    if dumps is not None and (job is not None or tracebacks):
+        from phalanx.usage_errors import UsageError
 
+        raise UsageError("--dumps is given together with JOB or --tracebacks: omit one of them")
     if tracebacks:
         _print_tracebacks(job)
         return
     check_writable(output)
-    found = read_job(job)
+    found = _read(job, dumps)
     from phalanx.observe.explain import as_json, as_text, explain
 
     if json or output is not None:
@@ -66,6 +80,16 @@ def command(
         console.print(explain(found))
     else:
         print(as_text(found, sys.stdout.encoding or "utf-8"), end="")
+
+
+def _read(job: str | None, dumps: str | None) -> "Job":
+    if dumps is None:
+        from phalanx.observe.job_reader import read_job
+
+        return read_job(job)
+    from phalanx.observe.torch_dumps import read_dumps
+
+    return read_dumps(dumps)
 
 
 def _print_tracebacks(job: str | None) -> None:

@@ -47,7 +47,8 @@ def rank_defaults(nprocs: int, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to add to the environment `environ` of each of `nprocs` ranks.
 
     Ranks share the cores of this host, write their output unbuffered, print a traceback when they
-    crash and fold the tracebacks of their exceptions. Their memory allocator keeps the memory that
+    crash and fold the tracebacks of their exceptions. PyTorch records the last collectives of its
+    own backends, which `phalanx explain` reads. Their memory allocator keeps the memory that
     a training step frees. If the kernel instead reclaims and maps it again, page by page, in every
     step, a step of a small network takes up to half longer. On a host without an accelerator,
     Accelerate is told to use the CPU.
@@ -64,6 +65,7 @@ def rank_defaults(nprocs: int, environ: Mapping[str, str]) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         "PHALANX_TRACEBACKS": "once",
+        "TORCH_FR_BUFFER_SIZE": "200",
     }
     if not torch.accelerator.is_available():
         # Otherwise Accelerate treats a rank of a launcher as a process that trains alone.

@@ -37,12 +37,12 @@ _templates: list[Template] = []
 """The process whose copies become ranks, if there is one."""
 
 
-def start(replace_backends: Callable[[], None]) -> bool:
+def start(begin: Callable[[], None]) -> bool:
     """Make the imports and the process whose copies become ranks; call this without threads.
 
     Args:
-        replace_backends: A function that replaces the backends that `PHALANX_REPLACE` names. They
-            must not have been replaced, as the launcher's options decide about that.
+        begin: A function that does what `import torch` does in a rank because of its environment.
+            It must not have replaced backends yet, as the launcher's options decide about that.
 
     Returns:
         False in the launcher. True in a rank that has come to the end of its script, and in the
@@ -85,11 +85,11 @@ def start(replace_backends: Callable[[], None]) -> bool:
     with contextlib.suppress(FileNotFoundError):  # without /proc, the launcher cannot go on either
         files = make_copies(launcher, *descriptors)
     if files:
-        _be_rank(files, replace_backends)
+        _be_rank(files, begin)
     return True
 
 
-def _be_rank(files: list[int], replace_backends: Callable[[], None]) -> None:
+def _be_rank(files: list[int], begin: Callable[[], None]) -> None:
     """Wait for the place of a rank, and run its script, as a new process would."""
     place = spare.wait_for_place(*files)
     if not place:
@@ -103,7 +103,7 @@ def _be_rank(files: list[int], replace_backends: Callable[[], None]) -> None:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     _apply_defaults()
-    replace_backends()
+    begin()
     spare.run_script(place)
 
 

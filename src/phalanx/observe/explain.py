@@ -159,6 +159,8 @@ def as_json(job: Job) -> dict[str, Any]:
 
 def _format_headline(job: Job) -> str:
     """Return the job in one line: its name, ranks, state and command."""
+    if job.source:
+        return f"Dumps of {job.source} ({len(job.ranks)} ranks): {escape(job.path, 200)}\n"
     command = escape(" ".join(job.command), 80)
     state = "ended" if job.has_ended else "running"
     if job.code is not None:

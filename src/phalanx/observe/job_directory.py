@@ -45,6 +45,8 @@ MAX_TRACEBACK_SIZE = 1 << 18
 """The size in bytes to which a kept traceback is cut at its beginning."""
 _RECORDER_FILE = re.compile(r"([1-9][0-9]{0,9})\.recorder", re.ASCII)
 """The file name of a flight recorder, which contains the pid of its process."""
+_TORCH_FILE = re.compile(r"([1-9][0-9]{0,9})\.torch", re.ASCII)
+"""The same of what PyTorch has recorded."""
 
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 _REMEDY = "remove it, or choose another directory with PHALANX_JOBS_DIR"
@@ -87,6 +89,11 @@ def get_recorder_name(pid: int) -> str:
 def get_traceback_name(pid: int) -> str:
     """Return the file name of the whole traceback of a process that has printed a short one."""
     return f"{pid}.traceback"
+
+
+def get_torch_record_name(pid: int) -> str:
+    """Return the file name of what PyTorch has recorded of a process's groups."""
+    return f"{pid}.torch"
 
 
 def list_job_names(base: str) -> list[str]:
@@ -274,6 +281,11 @@ class JobDirectory:
     def list_recorders(self) -> dict[int, str]:
         """Return the names of the flight recorders by pid, sorted by pid."""
         found = filter(None, map(_RECORDER_FILE.fullmatch, os.listdir(self.fd)))
+        return dict(sorted((int(match[1]), match[0]) for match in found))
+
+    def list_torch_records(self) -> dict[int, str]:
+        """Return the names of the files with PyTorch's records by pid, sorted by pid."""
+        found = filter(None, map(_TORCH_FILE.fullmatch, os.listdir(self.fd)))
         return dict(sorted((int(match[1]), match[0]) for match in found))
 
     def measure_usage(self) -> DirectoryUsage:

@@ -128,7 +128,12 @@ def read_job_directory(job: JobDirectory, history: int = HISTORY) -> model.Job:
     recorders = [recorder for recorder in recorders if recorder["attempt"] == attempt]
     size = _determine_world_size(description, launcher_log, recorders, problems)
     location = _JobLocation(job, description)
-    ranks = _build_ranks(size, recorders, launcher_log, unreadable, location)
+    kept: dict[int, model.Rank] = {}
+    if job.list_torch_records():
+        from phalanx.observe.torch_dumps import read_kept  # most jobs need no other source
+
+        kept = read_kept(job, {start.pid for start in launcher_log.starts.values()}, problems)
+    ranks = _build_ranks(size, recorders, launcher_log, unreadable, kept, location)
     problems += [
         f"{get_recorder_name(recorder['pid'])} belongs to rank {recorder['rank']}, "
         f"but the job has {size} ranks"
@@ -298,6 +303,7 @@ def _build_ranks(
     recorders: list[dict[str, Any]],
     launcher_log: _LauncherLog,
     unreadable: dict[int, str],
+    kept: dict[int, model.Rank],
     location: _JobLocation,
 ) -> tuple[model.Rank, ...]:
     by_rank: dict[int, dict[str, Any]] = {}
@@ -314,7 +320,12 @@ def _build_ranks(
         rank = model.Rank(number, start=start) if found is None else build_rank(found, start)
         if found is None and start is not None:
             rank = replace(
-                rank, pid=start.pid, host=location.host, problem=unreadable.pop(start.pid, "")
+                kept.get(start.pid, rank),
+                rank=number,
+                start=start,
+                pid=start.pid,
+                host=location.host,
+                problem=unreadable.pop(start.pid, ""),
             )
             if start.error and not start.stopped:
                 rank = replace(rank, ending="failed", exception=start.error)

@@ -124,16 +124,16 @@ class LauncherLogWriter:
         started. Otherwise it is kept for `phalanx explain`.
 
         Returns:
-            Whether the directory was kept and contains flight recorders to explain. Ranks that
-            never formed a group leave none.
+            Whether the directory was kept and contains records to explain: flight recorders, or
+            those of PyTorch. Ranks that never formed a group leave none.
         """
         if self._directory is None:
             return False
         self._write("finish", code=code)
         keep = (code != 0 or self._keep) and self._started
-        has_recorders = bool(self._directory.list_recorders())
+        records = self._directory.list_recorders() or self._directory.list_torch_records()
         self._close(remove=not keep)
-        return keep and has_recorders
+        return keep and bool(records)
 
     def _write(self, event: str, **fields: Any) -> None:
         if self._fd == -1:

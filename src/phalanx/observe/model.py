@@ -313,6 +313,7 @@ class Job:
         replaced: The processes of ranks that were replaced, oldest first.
         store_host: The rank that hosts the store of a job without a launcher; -1 if unknown. It
             joins no group before all other ranks have connected to the store.
+        source: What wrote the records of its ranks, if it was not Phalanx; empty if it was.
     """
 
     name: str
@@ -332,6 +333,7 @@ class Job:
     workers: tuple[Worker, ...] = ()
     replaced: tuple[ReplacedProcess, ...] = ()
     store_host: int = -1
+    source: str = ""
 
     @property
     def running(self) -> bool:
