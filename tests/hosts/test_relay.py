@@ -278,8 +278,9 @@ def die_before_a_message_is_taken() -> None:
     transport, rank = open_transport()
     count, size, later = _MAX_EAGER_BYTES // 20_000, 20_000, 1000
     if rank == 1:
-        for number in range(count + 1):  # the last one waits at the sender
-            transport.send(memoryview(make_data(number, size)), 0, 1)
+        sends = [transport.send(memoryview(make_data(n, size)), 0, 1) for n in range(count + 1)]
+        assert not sends[-1].wait(0)  # it waits at the sender
+        marker_file("sent").touch()
         wait_for_file("taken")
         peer: Any = transport._peers[0]  # type: ignore[attr-defined]
         wait_for(lambda: peer._eager_bytes <= (count - 10) * size)
@@ -287,6 +288,7 @@ def die_before_a_message_is_taken() -> None:
         assert transport.send(memoryview(bytearray(b"x")), 0, 2).wait(LIMIT)
         wait_for_file("arrived")
         os.kill(os.getpid(), signal.SIGKILL)
+    wait_for_file("sent")
     for number in range(10):
         buffer = bytearray(size)
         assert transport.recv(memoryview(buffer), 1, 1).wait(LIMIT)
