@@ -11,6 +11,7 @@ import random
 import shutil
 import signal
 import tempfile
+import time
 import uuid
 import zlib
 from collections.abc import Iterator
@@ -45,6 +46,8 @@ hypothesis.settings.load_profile("phalanx")
 JOBS = pytest.StashKey[str]()
 HELPERS: set[int] = set()
 """The processes that live as long as the session."""
+KNOWN: set[int] = set()
+"""The processes that others have started: looking at all of them for each test takes long."""
 
 pytest_sessionfinish = gate.pytest_sessionfinish  # a hook
 
@@ -167,18 +170,30 @@ def _guard() -> Iterator[None]:
 
 def _started_processes() -> set[psutil.Process]:
     """Processes that the tests started: descendants, and orphans that carry the session's mark."""
-    found = set(psutil.Process().children(recursive=True))
-    found.update(process for process in psutil.process_iter() if _is_ours(process))
+    pids = set(psutil.pids())
+    KNOWN.difference_update(KNOWN - pids)
+    found = {pid: ours for pid in pids - KNOWN if (ours := _find_own(pid)) is not None}
     # multiprocessing keeps one helper for the life of the interpreter.
     tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
-    return {process for process in found if process.pid not in {tracker, *HELPERS}}
+    return {process for pid, process in found.items() if pid not in {tracker, *HELPERS}}
 
 
-def _is_ours(process: psutil.Process) -> bool:
+def _find_own(pid: int) -> psutil.Process | None:
+    """Return a process that the tests started; None for another one, or if it is gone."""
     try:
-        return process.environ().get(SESSION_VARIABLE) == SESSION
-    except psutil.Error:  # gone, a zombie, or another user's
-        return False
+        process = psutil.Process(pid)
+        if process.environ().get(SESSION_VARIABLE) == SESSION:
+            return process
+        if any(parent.pid == os.getpid() for parent in process.parents()):
+            return process
+        # Between fork and exec, a process still has the environment of its parent.
+        if time.time() - process.create_time() > GRACE:
+            KNOWN.add(pid)
+    except psutil.AccessDenied:  # another user's
+        KNOWN.add(pid)
+    except psutil.Error:  # gone, or a zombie
+        pass
+    return None
 
 
 def _is_dead(process: psutil.Process) -> bool:

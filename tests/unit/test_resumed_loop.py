@@ -79,8 +79,18 @@ def test_each_step_in_a_run_of_its_own(
     assert train(form, tmp_path / "stopped", monkeypatch) == {}
 
 
+# That each step resumes is shown above; here, that all later ones follow.
+STOPS = (1, STEPS_PER_EPOCH // 2, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", range(1, STEPS_PER_EPOCH + 2))
+@pytest.mark.parametrize(
+    "stop",
+    [
+        pytest.param(stop, marks=() if stop in STOPS else pytest.mark.long)
+        for stop in range(1, STEPS_PER_EPOCH + 2)
+    ],
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_stopped_once(
     form: str, stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
