@@ -22,6 +22,7 @@ import hypothesis
 import psutil
 import pytest
 
+from phalanx.system.processes import StatField, read_stat
 from tests import copies
 from tests.seeds import fresh_seed
 from tools import gate
@@ -31,6 +32,7 @@ REPOSITORY = Path(__file__).parents[1]
 # Every process that the tests start inherits this variable, whoever its parent is by now.
 SESSION_VARIABLE = "PHALANX_TEST_SESSION"
 SESSION = uuid.uuid4().hex
+MARK = f"{SESSION_VARIABLE}={SESSION}".encode()
 # Seconds that a process may take to end after the test that started it.
 GRACE = 5.0
 
@@ -48,6 +50,9 @@ HELPERS: set[int] = set()
 """The processes that live as long as the session."""
 KNOWN: set[int] = set()
 """The processes that others have started: looking at all of them for each test takes long."""
+PARENT = 1
+"""The place of the parent's pid in /proc/PID/stat, from the state on."""
+TICKS = os.sysconf("SC_CLK_TCK")
 
 pytest_sessionfinish = gate.pytest_sessionfinish  # a hook
 
@@ -171,29 +176,39 @@ def _guard() -> Iterator[None]:
 def _started_processes() -> set[psutil.Process]:
     """Processes that the tests started: descendants, and orphans that carry the session's mark."""
     pids = set(psutil.pids())
-    KNOWN.difference_update(KNOWN - pids)
-    found = {pid: ours for pid in pids - KNOWN if (ours := _find_own(pid)) is not None}
-    # multiprocessing keeps one helper for the life of the interpreter.
-    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
-    return {process for pid, process in found.items() if pid not in {tracker, *HELPERS}}
-
-
-def _find_own(pid: int) -> psutil.Process | None:
-    """Return a process that the tests started; None for another one, or if it is gone."""
-    try:
-        process = psutil.Process(pid)
-        if process.environ().get(SESSION_VARIABLE) == SESSION:
-            return process
-        if any(parent.pid == os.getpid() for parent in process.parents()):
-            return process
+    KNOWN.intersection_update(pids)
+    stats = {pid: stat for pid in pids - KNOWN if (stat := read_stat(pid)) is not None}
+    parents = {pid: int(stat[PARENT]) for pid, stat in stats.items()}
+    now = time.clock_gettime(time.CLOCK_BOOTTIME)
+    found = set()
+    for pid, stat in stats.items():
+        if _has_mark(pid) or _is_descendant(pid, parents):
+            found.add(pid)
         # Between fork and exec, a process still has the environment of its parent.
-        if time.time() - process.create_time() > GRACE:
+        elif now - int(stat[StatField.START]) / TICKS > GRACE:
             KNOWN.add(pid)
-    except psutil.AccessDenied:  # another user's
-        KNOWN.add(pid)
-    except psutil.Error:  # gone, or a zombie
-        pass
-    return None
+    # multiprocessing keeps one helper for the life of the interpreter.
+    found -= {resource_tracker._resource_tracker._pid, *HELPERS}  # type: ignore[attr-defined]
+    processes = set()
+    for pid in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.add(psutil.Process(pid))
+    return processes
+
+
+def _has_mark(pid: int) -> bool:
+    try:
+        return MARK in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # gone, a zombie, or another user's
+        return False
+
+
+def _is_descendant(pid: int, parents: dict[int, int]) -> bool:
+    while pid in parents:
+        pid = parents[pid]
+        if pid == os.getpid():
+            return True
+    return False
 
 
 def _is_dead(process: psutil.Process) -> bool:
