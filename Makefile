@@ -241,7 +241,7 @@ defects: setup-dev ## make one mistake at a time in the package, and see that th
 	$(call section,Defects made by hand)
 	@python -m tools.defects $(ARGS)
 
-faults: setup-dev ## random deaths, mismatches, endurance (ARGS="kills --count 1000", "desyncs", "operations", "training", "schedules", "matrix")
+faults: setup-dev ## random deaths, mismatches, endurance (ARGS="kills --count 1000", "desyncs", "operations", "training", "schedules", "matrix", "healthy")
 	$(call section,Fault injection)
 	@python -m tests.fault_injection $(ARGS)
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx
-from phalanx.observe.job_reader import read_job
+from phalanx.diagnosis.job_reader import read_job
 
 WIDTH, LAYERS, ROWS, BUCKET_MIB = 1024, 6, 192, 4
 WARM_UP = 5

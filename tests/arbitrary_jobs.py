@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from phalanx.observe.model import Group, Job, Link, Operation, Process, Rank, Report, Start
+from phalanx.diagnosis.model import Group, Job, Link, Operation, Process, Rank, Report, Start
 from tests.synthetic_jobs import NOW
 
 UNSIGNED = st.one_of(st.integers(0, 5), st.integers(NOW - 10**10, NOW), st.integers(0, 2**64 - 1))

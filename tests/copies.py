@@ -35,7 +35,7 @@ USUAL_START: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 VARIABLE = "PHALANX_TEST_COPIES"
 """Set to 1 to have copies."""
 
-_IMPORTS = ("phalanx.launcher.run", "phalanx.observe.explain", "rich.console")
+_IMPORTS = ("phalanx.launcher.run", "phalanx.diagnosis.explain", "rich.console")
 _FIXED = ("PYTHON", "LD_", "OMP_", "MKL_", "MALLOC_", "TORCH", "LOGLEVEL", "LC_", "LANG")
 """The beginnings of names of variables that are read when a process or a library starts."""
 _CHOICES = (

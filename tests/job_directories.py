@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.observe import job_reader
-from phalanx.observe.job_directory import JobDirectory, make_job_name
-from phalanx.observe.model import Job
+from phalanx.diagnosis import job_reader
+from phalanx.diagnosis.model import Job
+from phalanx.recorder.job_directory import JobDirectory, make_job_name
 from tests.descriptors import list_descriptors
 
 RECORDER_SCRIPT = """

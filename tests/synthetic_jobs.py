@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from phalanx.observe.model import Ending, Group, Job, Operation, Process, Rank, Report, Start
+from phalanx.diagnosis.model import Ending, Group, Job, Operation, Process, Rank, Report, Start
 
 SECOND = 1_000_000_000
 NOW = 5_000 * SECOND
@@ -281,9 +281,12 @@ class JobBuilder:
         self, rank: int, code: int | None = None, *, stopped: bool = False
     ) -> JobBuilder:
         own = self.ranks[rank]
-        own.state = "gone"
         if own.start is not None:
-            own.start = replace(own.start, ended=self.unix, code=code, stopped=stopped)
+            suspended = stopped and own.state == "stopped"
+            own.start = replace(
+                own.start, ended=self.unix, code=code, stopped=stopped, suspended=suspended
+            )
+        own.state = "gone"
         return self
 
     def stop_job(self, code: int = 1, signal: int = 15) -> JobBuilder:

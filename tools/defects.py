@@ -180,7 +180,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         name="failure-of-an-earlier-attempt-counts",
-        file="observe/recorder_reader.py",
+        file="recorder/recorder_file.py",
         old=(
             "        _ended_well(recorder) for recorder in recorders if "
             'recorder["attempt"] == attempt\n'
@@ -193,14 +193,14 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         name="arrived-ranks-count-as-late",
-        file="observe/wait_for_graph.py",
+        file="diagnosis/wait_for_graph.py",
         old="self.count_collectives(number, group) < operation.sequence:",
         new="self.count_collectives(number, group) <= operation.sequence:",
         tests=("unit/test_diagnosis_scenarios.py", "unit/test_diagnosis.py"),
     ),
     Defect(
         name="straggler-may-wait-as-long-itself",
-        file="observe/watch.py",
+        file="diagnosis/watch.py",
         old="excess = mean - (row.waiting or 0.0)",
         new="excess = mean",
         tests=("unit/test_watch.py",),
@@ -355,7 +355,7 @@ DEFECTS: tuple[Defect, ...] = (
     ),
     Defect(
         name="common-call-named-in-place-of-the-rare-one",
-        file="observe/diagnosis/mismatches.py",
+        file="diagnosis/kinds/mismatches.py",
         old="few = min(len(ranks) for ranks in callers.values())",
         new="few = max(len(ranks) for ranks in callers.values())",
         tests=("unit/test_diagnosis.py", "unit/test_diagnosis_scenarios.py"),

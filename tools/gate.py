@@ -43,6 +43,9 @@ POLL = 0.5
 KILL_AFTER = 10.0
 """The time that an interrupted section has to end, in seconds."""
 
+CHOICES = ("PHALANX_PRELOAD", "PHALANX_TEST_COPIES")
+"""Environment variables that sections set. Those of the caller, set for tests by hand, are left."""
+
 
 @dataclass
 class Result:
@@ -215,7 +218,10 @@ def run_make(arguments: Sequence[str], seconds: float | None) -> int:
     command = ["make", "--no-print-directory", "ARGS=", "OPTIONS=", *arguments]
     deadline = None if seconds is None else time.monotonic() + seconds
     parent = os.getppid()
-    process = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
+    environment = {name: text for name, text in os.environ.items() if name not in CHOICES}
+    process = subprocess.Popen(
+        command, start_new_session=True, stdin=subprocess.DEVNULL, env=environment
+    )
     try:
         while process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):

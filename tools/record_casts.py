@@ -164,7 +164,7 @@ def open_terminal(
 
 def read_pid(rank: int) -> int:
     """Return the pid of a rank of the newest job."""
-    from phalanx.observe.job_reader import read_job
+    from phalanx.diagnosis.job_reader import read_job
 
     pid = read_job(None).ranks[rank].pid
     assert pid, f"rank {rank} has no process"

@@ -16,10 +16,11 @@ General layout, from the bottom up (dependencies point downward only):
 - `topology`: the ranks of each host, and the setup of the segment that they share.
 - `transports`: the transports between hosts: Gloo, MPI, the relay.
 - `hierarchical`: groups that span hosts: shared memory within each host, a transport between them.
-- `observe`: the flight recorder of each rank, in its job's directory, and its readers.
+- `recorder`: what ranks and launchers write about themselves, in their job's directory.
+- `diagnosis`: what became of a job, from these records and from those of PyTorch.
 - `backend`: the `torch.distributed` backend "phalanx": a process group and its works.
 - `launcher`: starts processes and determines the rank of each. It stands beside `backend` and uses
-  `topology`, `transports` and `observe`.
+  `topology`, `transports` and `recorder`.
 - `rpc`: calls of functions on other workers, and references to values that live there.
 - `checkpoints`: the state of a training or of a server on disk.
 - `embedding`: embedding tables whose rows are on servers.
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from phalanx.backend.rank_changes import RankChange as RankChange
     from phalanx.backend.rank_changes import replace as replace
     from phalanx.backend.rank_changes import shrink as shrink
+    from phalanx.diagnosis.debug_server import start_debug_server as start_debug_server
     from phalanx.errors import Aborted as Aborted
     from phalanx.errors import ArgumentTypeError as ArgumentTypeError
     from phalanx.errors import CallTimeout as CallTimeout
@@ -68,7 +70,7 @@ if TYPE_CHECKING:
     from phalanx.launcher.init import Session as Session
     from phalanx.launcher.init import init as init
     from phalanx.launcher.launch import launch as launch
-    from phalanx.observe.recorder import report as report
+    from phalanx.recorder.flight_recorder import report as report
 
 _MODULES = {
     "Aborted": "phalanx.errors",
@@ -95,8 +97,9 @@ _MODULES = {
     "plan": "phalanx.backend.prepared",
     "prepare": "phalanx.backend.prepared",
     "replace": "phalanx.backend.rank_changes",
-    "report": "phalanx.observe.recorder",
+    "report": "phalanx.recorder.flight_recorder",
     "shrink": "phalanx.backend.rank_changes",
+    "start_debug_server": "phalanx.diagnosis.debug_server",
 }
 
 __all__ = ["__version__", *_MODULES]  # noqa: PLE0604 - the keys are strings

@@ -1,7 +1,7 @@
 """The hook that runs at `import torch`: registers three names and imports nothing else.
 
 If `PHALANX_REPLACE` is set, the hook also installs `phalanx.backend.replace`. In a rank of a
-launcher of Phalanx, it starts `phalanx.observe.torch_recorder`.
+launcher of Phalanx, it starts `phalanx.recorder.torch_recorder`.
 
 PyTorch calls `register` through the `torch.backends` entry point. An exception here would break
 `import torch` itself, and every user of torch pays for time spent here.
@@ -41,7 +41,7 @@ def begin() -> None:
 
         install(_create)
     if os.environ.get("PHALANX_JOB"):
-        from phalanx.observe.torch_recorder import start
+        from phalanx.recorder.torch_recorder import start
 
         start()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils import _python_dispatch, _pytree
 from phalanx import torch_layouts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 SUPPORTED = (2, 11), (2, 14)
 """The oldest and the newest release that Phalanx is tested with."""
@@ -182,6 +183,28 @@ def group_name(group: Any) -> str:
     return str(c10d._world.pg_names.get(group or c10d._get_default_group(), ""))
 
 
+def describe_new_group(arguments: Mapping[str, Any]) -> tuple[str, list[int]]:
+    """Return the name of a group that is being formed, and the ranks that must come.
+
+    For most groups, these are all ranks of the job. A group of Phalanx has none: it is recorded
+    elsewhere.
+
+    Args:
+        arguments: Those of `init_process_group` or `new_group`.
+    """
+    is_first = not dist.is_initialized()
+    backend = arguments.get("backend") or ("" if is_first else dist.get_backend())
+    name = str(max(0, c10d._world.group_count - 1))
+    if "phalanx" in str(backend):
+        return name, []
+    if arguments.get("use_local_synchronization"):
+        return name, sorted(arguments.get("ranks") or ())
+    size = arguments.get("world_size") if is_first else dist.get_world_size()
+    if not isinstance(size, int) or size < 1:
+        size = int(os.environ.get("WORLD_SIZE") or 0)
+    return name, list(range(size))
+
+
 def global_rank(group: Any, rank: int) -> int:
     """Return the rank in the job of a rank of a group, of the default one for None."""
     return int(dist.get_global_rank(group or c10d._get_default_group(), rank))
@@ -191,6 +214,35 @@ def dump_flight_recorder() -> bytes:
     """Return PyTorch's record of the last collectives as a pickle, without their stacks."""
     dump: Any = getattr(_distributed_c10d, "_dump_fr_trace", None)
     return b"" if dump is None else bytes(dump(True, False, False))
+
+
+def debug_server_frontend() -> Any:
+    """Return the module of PyTorch's debug server that has its pages.
+
+    Raises:
+        ImportError: This version of PyTorch has none, or a package that it needs is missing.
+    """
+    from torch.distributed.debug import _frontend  # since 2.10
+
+    return _frontend
+
+
+def start_debug_server(page: Any, options: Mapping[str, Any]) -> None:
+    """Start PyTorch's debug server on this rank with one more page.
+
+    Raises:
+        ImportError: A package that it needs is missing.
+        NotImplementedError: This version of PyTorch has none to which a page can be added.
+    """
+    from torch.distributed import debug
+
+    if "handlers" not in inspect.signature(debug.start_debug_server).parameters:
+        raise NotImplementedError(f"no page can be added to that of PyTorch {torch.__version__}")
+    from torch.distributed.debug._debug_handlers import default_handlers
+
+    given = options.get("handlers")
+    handlers = [*(default_handlers() if given is None else given), page]
+    debug.start_debug_server(**{**options, "handlers": handlers})
 
 
 def pretend_mpi() -> None:

@@ -14,13 +14,13 @@ import typer
 
 from phalanx.bench import results
 from phalanx.cli import test as cli_test
+from phalanx.diagnosis import explain, model, watch
+from phalanx.diagnosis.kinds.diagnosis import KINDS
+from phalanx.diagnosis.model import Call, ReplacedProcess, Start, Worker
 from phalanx.doctor.finding import Finding
 from phalanx.doctor.peers.links import Host, Link, Network
 from phalanx.doctor.report import as_json as doctor_as_json
 from phalanx.launcher import launch
-from phalanx.observe import explain, model, watch
-from phalanx.observe.diagnosis.diagnosis import KINDS
-from phalanx.observe.model import Call, ReplacedProcess, Start, Worker
 from tests.docs.sessions import run
 from tests.synthetic_jobs import JobBuilder, build_straggling_job
 

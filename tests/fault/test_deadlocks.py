@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx.diagnosis.flight_recorders import parse_rank_ranges
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout
-from phalanx.observe.recorder_reader import parse_rank_ranges
 from phalanx.topology.layout import format_rank_ranges
 from tests.ranks import RankServer
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.errors import PeerLost
-from phalanx.observe import exception_hook
+from phalanx.recorder import exception_hook
 from tests.ranks import RankOutcome, RankServer
 
 LARGE = 16 * 2**20  # float32: 64 MiB

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.observe.diagnosis import diagnose
-from phalanx.observe.explain import as_json, as_text
-from phalanx.observe.job_reader import read_job
+from phalanx.diagnosis.explain import as_json, as_text
+from phalanx.diagnosis.job_reader import read_job
+from phalanx.diagnosis.kinds import diagnose
 from tests.fault import explain_script
 from tests.ranks import RankServer
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx.errors import UsageError
-from phalanx.observe.launcher_log_writer import LauncherLogWriter
+from phalanx.recorder.launcher_log_writer import LauncherLogWriter
 from tests.ports import find_free_port
 from tests.ranks import RankServer, RunningRanks
 

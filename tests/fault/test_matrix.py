@@ -24,12 +24,20 @@ CASES = (
     "end_before_init",
     "operation",
 )
+ON_GLOO = ("early_leave", "endless_loop", "SIGSTOP_inside", "ValueError_in_a_group_reduce_of_4")
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_is_diagnosed(tmp_path: Path, name: str) -> None:
     trial = matrix.run(matrix.CASES[name], tmp_path)
+    assert trial.wrong == [], trial.diagnosis
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ON_GLOO)
+def test_a_fault_on_gloo_is_diagnosed(tmp_path: Path, name: str) -> None:
+    trial = matrix.run(matrix.CASES[name], tmp_path, "gloo")
     assert trial.wrong == [], trial.diagnosis
 
 

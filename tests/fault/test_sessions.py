@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import phalanx
+from phalanx.diagnosis import job_reader
 from phalanx.errors import Aborted, CollectiveMismatch, PeerLost, PhalanxError
-from phalanx.observe import job_reader
 from phalanx.testing import FaultRunner, RankResult
 
 VICTIM = 1

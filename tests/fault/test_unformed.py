@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.observe import job_directory, job_reader
-from phalanx.observe.diagnosis import Diagnosis, diagnose
-from phalanx.observe.explain import as_text
+from phalanx.diagnosis import job_reader
+from phalanx.diagnosis.explain import as_text
+from phalanx.diagnosis.kinds import Diagnosis, diagnose
+from phalanx.recorder import job_directory
 from tests.ports import find_free_port
 
 LIMIT = 60.0

@@ -20,6 +20,7 @@ from rich.progress import Progress, track
 from tests.fault_injection import (
     desyncs,
     endurance,
+    healthy,
     kills,
     matrix,
     replacements,
@@ -325,16 +326,27 @@ def matrix_command(
     parallel: Annotated[
         int, typer.Option(min=1, help="Number of jobs that run at the same time.")
     ] = 2,
+    backend: Annotated[
+        str, typer.Option(help="phalanx, or gloo for the faults that exist there.")
+    ] = "phalanx",
+    dumps: Annotated[
+        bool, typer.Option("--dumps", help="Read dumps of PyTorch's Flight Recorder alone.")
+    ] = False,
     record: Record = None,
 ) -> None:
     """Inject faults with a known cause; `phalanx explain` must name ranks, cause and advice."""
     unknown = sorted({*(case or ())} - {*matrix.CASES})
     if unknown:
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; known: {', '.join(matrix.CASES)}")
-    chosen = [matrix.CASES[name] for name in case or matrix.CASES]
+    is_own = backend == "phalanx"
+    known = [name for name, each in matrix.CASES.items() if is_own or each.is_general]
+    chosen = [matrix.CASES[name] for name in case or known]
     trials = []
+    if dumps and is_own:
+        raise typer.BadParameter("dumps are those of another backend: add --backend gloo")
     with TemporaryDirectory() as folder, ThreadPoolExecutor(parallel) as executor:
-        for trial in executor.map(lambda one: matrix.run(one, Path(folder)), chosen):
+        one_case = partial(matrix.run, folder=Path(folder), backend=backend, uses_dumps=dumps)
+        for trial in executor.map(one_case, chosen):
             trials.append(trial)
             mark = "right" if trial.right else "WRONG"
             console.print(f"{mark} {trial.case.name} ({trial.seconds:.0f} s)", markup=False)
@@ -344,9 +356,33 @@ def matrix_command(
     table = tables.build_matrix_table(summary)
     console.print(table)
     if record is not None:
-        title = f"{len(trials)} faults: whether explain names the ranks, the cause and a remedy"
-        tables.write_record(record, title, table, summary)
+        source = f"on {backend}, from dumps" if dumps else f"on {backend}"
+        title = f"{len(trials)} faults {source}: whether explain names ranks, cause and remedy"
+        tables.write_record(record, title, table, {"backend": backend, "dumps": dumps, **summary})
     finish(summary["wrong"], "every fault was diagnosed correctly")
+
+
+@app.command("healthy")
+def healthy_command(
+    count: Annotated[int, typer.Option(min=1, help="Number of jobs.")] = 20,
+    seed: Seed = None,
+    first: First = 0,
+    record: Record = None,
+) -> None:
+    """Run healthy jobs on Gloo beside busy processes; `phalanx explain` must find no fault."""
+    seed, trials = choose_seed(seed), []
+    with TemporaryDirectory() as folder:
+        for number in track_numbers(first, count, "explaining"):
+            trials.append(healthy.run(healthy.draw(seed, number), Path(folder)))
+            for problem in trials[-1].wrong:
+                console.print(f"{trials[-1].run}:\n  {problem}", markup=False, soft_wrap=True)
+    summary = tables.summarize_healthy(trials)
+    table = tables.build_healthy_table(summary)
+    console.print(table)
+    if record is not None:
+        title = f"{count} healthy jobs on Gloo, explained while they ran"
+        tables.write_record(record, title, table, {"seed": seed, **summary})
+    finish(summary["wrong"], "no fault was found")
 
 
 def parse_range(text: str) -> range:

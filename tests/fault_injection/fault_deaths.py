@@ -13,7 +13,14 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from tests.fault_injection.faults import Body, Case, mark_fault, sleep_until_killed, wait_for_fault
+from tests.fault_injection.faults import (
+    Body,
+    Case,
+    get_backend,
+    mark_fault,
+    sleep_until_killed,
+    wait_for_fault,
+)
 
 _MEMORY = "[Uu]se less memory"
 
@@ -203,7 +210,7 @@ def _die_before_init(end: Callable[[], object], operation: str, victim: int) -> 
         if rank == victim:
             mark_fault()
             end()
-        dist.init_process_group("phalanx")
+        dist.init_process_group(get_backend())
 
     return body
 
@@ -268,13 +275,25 @@ def _cases() -> Iterator[Case]:
         end, kind, cause, advice = CAUSES[cause_name]
         body = _MOMENTS[moment](end, operation, victim)
         words = f"[Rr]ank {victim}\\b.*{cause}"
+        elsewhere = None
         if moment == "before init" and kind == "failed":  # Phalanx is not loaded yet
+            elsewhere = kind, words, advice.format(victim)
             kind, words, advice = "exited", f"Rank {victim}\\b.*exit code 1", "end of its output"
         name = " ".join(filter(None, (cause_name, moment, operation, f"of {size}"))).replace(
             " ", "_"
         )
         forms = moment != "before init"
-        yield Case(name, size, body, (victim,), kind, words, advice.format(victim), forms=forms)
+        yield Case(
+            name,
+            size,
+            body,
+            (victim,),
+            kind,
+            words,
+            advice.format(victim),
+            forms=forms,
+            elsewhere=elsewhere,
+        )
 
 
 CASES = tuple(_cases())

@@ -14,7 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import phalanx
-from tests.fault_injection.faults import Body, Case, Process, mark_fault, sleep_until_killed
+from tests.fault_injection.faults import (
+    Body,
+    Case,
+    Process,
+    get_backend,
+    mark_fault,
+    sleep_until_killed,
+)
 
 _TRACEBACK = "traceback is in the stderr of rank {}"
 
@@ -127,7 +134,7 @@ def _load_truncated(path: str) -> None:
 
 def _fail_in_session(begin: Callable[[], object]) -> Body:
     def body(rank: int) -> None:
-        with phalanx.init():
+        with phalanx.init(get_backend()):
             dist.all_reduce(torch.ones(8))
             if rank == 1:
                 works = begin()
@@ -142,7 +149,7 @@ def _fail_to_import(rank: int) -> None:
     if rank == 1:
         mark_fault()
         __import__("no_such_module")
-    dist.init_process_group("phalanx")
+    dist.init_process_group(get_backend())
 
 
 def _run_steadily(rank: int) -> None:
@@ -250,6 +257,7 @@ CASES = (
         "Rank 1 .*exit code 1",
         "end of its output",
         forms=False,
+        elsewhere=("failed", "Rank 1 .*ModuleNotFoundError: .*", _TRACEBACK.format(1)),
     ),
     Case(
         "launcher_SIGKILL",
@@ -280,8 +288,16 @@ CASES = (
         "'worker1'.* not answered the call of .*_hang_remotely.*'worker0'.*executing",
         "py-spy|loop",
         hangs=True,
+        is_general=False,
     ),
     Case(
-        "RPC_dead", 2, _call_remote(_die_remotely), (1,), "killed", "Rank 1 .*SIGKILL", "journalctl"
+        "RPC_dead",
+        2,
+        _call_remote(_die_remotely),
+        (1,),
+        "killed",
+        "Rank 1 .*SIGKILL",
+        "journalctl",
+        is_general=False,
     ),
 )

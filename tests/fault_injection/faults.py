@@ -10,15 +10,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 MARK = "PHALANX_FAULT_MARK"
 """The environment variable with the path of the file that a rank creates right before the fault."""
+
+BACKEND = "PHALANX_FAULT_BACKEND"
+"""The environment variable with the backend of the groups; "phalanx" by default."""
+
+DUMPS = "PHALANX_FAULT_DUMPS"
+"""The environment variable with the directory to which ranks write PyTorch's dumps, if any."""
 
 LIMIT = 45.0
 """Timeout of the operations of a case in seconds; no case needs that long."""
@@ -44,6 +52,8 @@ class Case:
         forms: Whether all ranks form a group before `body`.
         disturb: Function that is called with the launcher after the fault.
         timeout: Timeout of operations in seconds.
+        is_general: Whether the fault exists on other backends, too.
+        elsewhere: The kind, cause and advice on these, if they show another part of the fault.
     """
 
     name: str
@@ -57,6 +67,8 @@ class Case:
     forms: bool = True
     disturb: Callable[[Process], object] | None = None
     timeout: float = LIMIT
+    is_general: bool = True
+    elsewhere: tuple[str, str, str] | None = None
 
 
 def make_case(name: str, size: int, body: Body, ranks: Any, *expected: str, **options: Any) -> Case:
@@ -104,6 +116,36 @@ def leave_and_sleep() -> NoReturn:
     sleep_until_killed()
 
 
+def make_group(ranks: list[int] | None = None) -> Any:
+    """Form a group whose operations time out as those of the first one, which Gloo's do not."""
+    import torch.distributed as dist
+
+    return dist.new_group(ranks, timeout=timedelta(seconds=LIMIT))
+
+
+def get_backend() -> str:
+    """Return the backend of the groups of a case."""
+    return os.environ.get(BACKEND, "phalanx")
+
+
+def write_dumps(folder: str) -> None:
+    """Write a dump four times a second, as a watchdog does at a timeout."""
+    from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
+
+    name = os.path.join(folder, f"rank{os.environ['RANK']}")
+
+    def write() -> None:
+        Path(f"{name}.part").write_bytes(_dump_fr_trace(True, False, False))
+        os.replace(f"{name}.part", name)
+
+    def run() -> None:
+        while True:
+            write()
+            time.sleep(0.25)
+
+    threading.Thread(target=run, daemon=True).start()
+
+
 def main(name: str) -> None:
     """Run one rank of a case."""
     import torch
@@ -114,8 +156,10 @@ def main(name: str) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
     case = CASES[name]
+    if folder := os.environ.get(DUMPS):
+        write_dumps(folder)
     if case.forms:
-        dist.init_process_group("phalanx", timeout=timedelta(seconds=case.timeout))
+        dist.init_process_group(get_backend(), timeout=timedelta(seconds=case.timeout))
         dist.all_reduce(torch.ones(8))
     case.body(int(os.environ["RANK"]))
     if dist.is_initialized():

@@ -19,6 +19,7 @@ from phalanx.bench.machine import machine, versions
 from tests.fault_injection import (
     desyncs,
     endurance,
+    healthy,
     kills,
     matrix,
     replacements,
@@ -100,6 +101,29 @@ def build_kills_table(summary: dict[str, Any]) -> Table:
         counts = [results[key] for key in ("deaths", "survivors", "raised", "named", "explained")]
         times = [_milliseconds(seconds) for seconds in results["seconds"].values()]
         table.add_row(name, *map(str, counts), *times)
+    return table
+
+
+def summarize_healthy(trials: Sequence[healthy.Trial]) -> dict[str, Any]:
+    """Summarize the explanations of healthy jobs, by program."""
+    return {
+        "by": {
+            program: {
+                "jobs": len(chosen := [each for each in trials if each.run.program == program]),
+                "explanations": sum(each.kinds.total() for each in chosen),
+                "wrong": sum(len(each.wrong) for each in chosen),
+            }
+            for program in sorted({each.run.program for each in trials})
+        },
+        "wrong": [f"{each.run}: {problem}" for each in trials for problem in each.wrong],
+    }
+
+
+def build_healthy_table(summary: dict[str, Any]) -> Table:
+    """Build a table with a line for each program."""
+    table = _make_table("jobs", "explanations", "wrong")
+    for program, counts in summary["by"].items():
+        table.add_row(program, *map(str, counts.values()))
     return table
 
 

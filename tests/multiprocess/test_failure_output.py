@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.observe.job_directory import list_job_names
+from phalanx.recorder.job_directory import list_job_names
 
 LIMIT = 100
 PHALANX = [sys.executable, "-c", "from phalanx.cli import main; main()"]

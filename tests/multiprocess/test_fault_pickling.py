@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 import phalanx
+from phalanx.diagnosis import job_reader
 from phalanx.errors import UsageError
-from phalanx.observe import job_reader
 from phalanx.testing import FaultRunner, fail
 
 

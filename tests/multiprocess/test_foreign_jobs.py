@@ -33,6 +33,17 @@ if rank == 1:
     {action}
 dist.all_reduce(x)
 """
+UNSEEN = """
+import os
+import phalanx.recorder.torch_recorder as recorder
+recorder._FIRST_GLANCE_SECONDS = 1000.0  # it glances at no group
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+for _ in range(3 if dist.get_rank() == 0 else 2):
+    dist.all_reduce(torch.ones(4))
+{action}
+"""
 
 
 @pytest.fixture
@@ -40,8 +51,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Return a function that starts a job of three ranks on Gloo, in which rank 1 is at fault."""
     started: list[subprocess.Popen[str]] = []
 
-    def run(action: str) -> subprocess.Popen[str]:
-        (tmp_path / "train.py").write_text(SCRIPT.format(action=action))
+    def run(action: str, script: str = SCRIPT) -> subprocess.Popen[str]:
+        (tmp_path / "train.py").write_text(script.format(action=action))
         command = [PHALANX, "run", "--nproc-per-node", "3", "train.py"]
         started.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path))
         return started[-1]
@@ -53,10 +64,10 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         process.communicate(timeout=LIMIT)
 
 
-def explain() -> dict[str, Any]:
-    """Return the explanation of the newest job; empty if there is none yet."""
-    command = [PHALANX, "explain", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+def explain(*command: str) -> dict[str, Any]:
+    """Return what a command says of the newest job; empty if there is none yet."""
+    arguments = [PHALANX, *(command or ("explain",)), "--json"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=LIMIT, check=False)
     return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
 
 
@@ -67,6 +78,12 @@ def _is_record_read(found: dict[str, Any]) -> bool:
 
 
 CASES = {
+    "new group": (
+        "dist.barrier()\nelse:\n    dist.new_group()",
+        "missing",
+        [1],
+        "new_group",
+    ),
     "asleep": ("time.sleep(1000)", "busy", [1], "own code"),
     "recv": ("dist.recv(x, 0, tag=5)", "unsent", [1], "recv from rank 0 tag 5 at train.py:12"),
     "branch": ("dist.barrier()", "branch", [1], "called barrier #3 at train.py:12"),
@@ -81,17 +98,32 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_that_hangs(start: Any, case: str) -> None:
-    action, kind, at_fault, text = CASES[case]
+    action, *verdict, text = CASES[case]
     start(action)
     found: dict[str, Any] = {}
 
     def is_explained() -> bool:
         found.update(explain())
-        return bool(found) and found["diagnosis"]["kind"] == kind
+        # Before the third rank has been looked at, the fault may be that of either of the others.
+        return bool(found) and [found["diagnosis"][key] for key in ("kind", "ranks")] == verdict
 
     wait_for(is_explained)
-    assert found["diagnosis"]["ranks"] == at_fault
     assert text in " ".join(found["diagnosis"]["text"])
+
+
+def test_watch_and_trace(start: Any, tmp_path: Path) -> None:
+    start("time.sleep(1000)")
+    view: dict[str, Any] = {}
+
+    def is_shown() -> bool:
+        view.update(explain("watch", "--once"))
+        shown = [(rank["operation"] or {}).get("kind") for rank in view.get("ranks", [])]
+        return len(shown) == 3 and shown[0] == shown[2] == "all_reduce"
+
+    wait_for(is_shown)
+    assert [rank["rank"] for rank in view["ranks"]] == [0, 1, 2]
+    written = explain("trace", "-o", str(tmp_path / "job.pftrace"))
+    assert [rank["operations"] for rank in written["ranks"]] == [3, 2, 3]
 
 
 def test_a_rank_that_is_killed(start: Any) -> None:
@@ -106,6 +138,43 @@ def test_a_rank_that_is_killed(start: Any) -> None:
     assert (diagnosis["kind"], diagnosis["ranks"]) == ("killed", [1])
     assert "after broadcast #2 float32[4]" in diagnosis["text"][0]
     assert "\nRank 1 (pid " in err, "the launcher has not printed the explanation"
+
+
+def test_a_rank_of_which_the_exception_is_a_consequence(start: Any) -> None:
+    """The record at its exit has the call in which rank 0 or 2 failed."""
+    waiting = """sum(b'"name": "all_reduce"' in open(f, 'rb').read() for f in """
+    files = "[os.path.join(record, each) for each in os.listdir(record) if '.torch' in each])"
+    process = start(f"while {waiting}{files} < 2: time.sleep(0.01)\n    raise ValueError('why')")
+    process.communicate(timeout=LIMIT)
+    found = explain()
+    diagnosis = found["diagnosis"]
+    assert (diagnosis["kind"], diagnosis["ranks"]) == ("failed", [1])
+    assert "ValueError: why" in diagnosis["text"][0]
+    waiting = "Ranks 0 and 2 waited for rank 1 in all_reduce #3 float32[4] at train.py:14"
+    assert any(text.startswith(waiting) for text in diagnosis["text"]), diagnosis["text"]
+
+
+def test_a_rank_that_leaves_early(start: Any) -> None:
+    own = "while not os.path.exists(f'{record}/{os.getpid()}.torch'): time.sleep(0.01)"
+    process = start(f"{own}\n    dist.destroy_process_group()\n    time.sleep(1000)")
+    process.communicate(timeout=LIMIT)
+    diagnosis = explain()["diagnosis"]
+    assert (diagnosis["kind"], diagnosis["ranks"]) == ("finished", [1])
+
+
+@pytest.mark.parametrize(
+    ("action", "text"),
+    [
+        ("dist.destroy_process_group()", ", after 2 collectives of that group."),
+        ("os._exit(0)", "they reached the end of their script."),
+    ],
+)
+def test_ranks_that_end_before_they_are_looked_at(start: Any, action: str, text: str) -> None:
+    process = start(action, UNSEEN)
+    process.communicate(timeout=LIMIT)
+    diagnosis = explain()["diagnosis"]
+    assert (diagnosis["kind"], diagnosis["ranks"]) == ("finished", [1, 2])
+    assert text in diagnosis["text"][0]
 
 
 def test_a_job_that_ends_well_leaves_nothing(start: Any) -> None:

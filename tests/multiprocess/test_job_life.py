@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx import _native
-from phalanx.observe import job_directory, job_reader
-from phalanx.observe.diagnosis import diagnose
+from phalanx.diagnosis import job_reader
+from phalanx.diagnosis.kinds import diagnose
+from phalanx.recorder import job_directory
 from tests.ranks import RankServer
 from tests.waiting import wait_for
 

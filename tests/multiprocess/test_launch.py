@@ -498,6 +498,9 @@ def test_excerpt_is_the_last_chain_of_tracebacks():
     long_excerpt = excerpt(trace + "\n".join(map(str, range(100)))).splitlines()
     assert len(long_excerpt) == 41
     assert (long_excerpt[0], long_excerpt[-1]) == (trace.strip(), "99")
+    terminated = ["terminate called after throwing an instance of 'a::B'", "  what():  c"]
+    stack = [f"  File {number}" for number in range(20)]
+    assert excerpt("\n".join(["noise", *terminated, *stack])).splitlines() == [*terminated, *stack]
 
 
 @pytest.mark.parametrize(
@@ -520,6 +523,11 @@ def test_excerpt_is_the_last_chain_of_tracebacks():
             "SyntaxError: invalid syntax",
         ),
         ("Traceback (most recent call last):\n  File", ""),
+        (
+            "noise\nterminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+            "  what():  [enforce fail at pair.cc:446] a <= b. 400 vs 396\nFatal Python error: Abor",
+            "gloo::EnforceNotMet: [enforce fail at pair.cc:446] a <= b. 400 vs 396",
+        ),
         ("noise\nKeyError: 'a (b)' (at x.py:3 in f, as on rank 12)\n", "KeyError: 'a (b)'"),
         ("ValueError: a (as on rank 0)\n", "ValueError: a"),
     ],

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 import phalanx
+from phalanx.diagnosis import job_reader
 from phalanx.errors import LaunchError, UsageError
-from phalanx.observe import job_directory, job_reader
-from phalanx.observe.job_directory import JobDirectory, make_job_name
+from phalanx.recorder import job_directory
+from phalanx.recorder.job_directory import JobDirectory, make_job_name
 from tests.waiting import wait_for
 
 LIMIT = 60

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from phalanx.observe import job_reader, watch, watch_table
-from phalanx.observe.explain import as_json, as_text
-from phalanx.observe.model import Job
+from phalanx.diagnosis import job_reader, watch, watch_table
+from phalanx.diagnosis.explain import as_json, as_text
+from phalanx.diagnosis.model import Job
 from tests.waiting import stopped, wait_for
 
 LIMIT = 60

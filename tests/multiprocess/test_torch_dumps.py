@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d  # type: ignore[attr-defined]
 
-from phalanx.observe.diagnosis import diagnose
-from phalanx.observe.torch_dumps import read_dumps
+from phalanx.diagnosis.kinds import diagnose
+from phalanx.diagnosis.torch_jobs import read_dumps
 from tests.ranks import RankServer, marker_file, wait_for_file
 from tests.waiting import wait_for
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
+from phalanx.diagnosis.wait_time import measure_wait_share
 from phalanx.errors import UsageError
-from phalanx.observe import recorder
-from phalanx.observe.recorder_reader import read_recorder
-from phalanx.observe.wait_time import measure_wait_share
 from phalanx.parallel import SharedDataParallel
+from phalanx.recorder import flight_recorder
+from phalanx.recorder.recorder_file import read_recorder
 from phalanx.train import Trainer
 from tests.ranks import RankServer
 from tests.trainings import (
@@ -239,7 +239,7 @@ def train_and_read_reports(seed: int) -> tuple[Any, Any]:
     result = Trainer(
         model, adam(model), synthetic_data(seed), squared, global_batch=12, steps=3
     ).fit()
-    job = recorder.get_job_directory()
+    job = flight_recorder.get_job_directory()
     assert job is not None
     recording = read_recorder(job, f"{os.getpid()}.recorder", 100)
     start = time.monotonic_ns()

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx.observe.job_reader import read_job
-from phalanx.observe.watch import View, build_view
+from phalanx.diagnosis.job_reader import read_job
+from phalanx.diagnosis.watch import View, build_view
 from tests import perfetto_reader
 from tests.ranks import RankServer, RunningRanks
 

@@ -71,8 +71,8 @@ dist.destroy_process_group()
     assert layers <= {
         f"phalanx.{name}"
         for name in (
-            "_native address backend transports env errors observe system topology torch_layouts "
-            "torch_versions usage_errors"
+            "_native address backend diagnosis env errors recorder system topology torch_layouts "
+            "torch_versions transports usage_errors"
         ).split()
     }
     assert "phalanx.hierarchical" not in names

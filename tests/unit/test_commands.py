@@ -12,9 +12,10 @@ import pytest
 
 from phalanx.cli import jobs as jobs_command
 from phalanx.cli import main, run
+from phalanx.diagnosis import explain, job_reader
 from phalanx.errors import UsageError
-from phalanx.observe import explain, job_directory, job_reader
-from phalanx.observe.job_directory import JobDirectory, make_job_name
+from phalanx.recorder import job_directory
+from phalanx.recorder.job_directory import JobDirectory, make_job_name
 from tests.job_directories import JobFixture
 from tests.synthetic_jobs import build_straggling_job
 

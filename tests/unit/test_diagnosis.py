@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.observe.diagnosis import Diagnosis, diagnose
+from phalanx.diagnosis.kinds import Diagnosis, diagnose
 from tests.synthetic_jobs import JobBuilder
 
 SIZES = (2, 3, 8, 64)

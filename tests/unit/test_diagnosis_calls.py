@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.observe.diagnosis import diagnose
-from phalanx.observe.explain import as_json, as_text
-from phalanx.observe.model import Call, Job, Worker
+from phalanx.diagnosis.explain import as_json, as_text
+from phalanx.diagnosis.kinds import diagnose
+from phalanx.diagnosis.model import Call, Job, Worker
 from tests.synthetic_jobs import JobBuilder
 
 

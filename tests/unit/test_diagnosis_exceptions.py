@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.observe.diagnosis import Diagnosis, diagnose
+from phalanx.diagnosis.kinds import Diagnosis, diagnose
 from tests.synthetic_jobs import JobBuilder
 
 LOST = "phalanx.errors.PeerLost: [rank 0/3 on node-a] all_reduce #4: rank 1 (pid 801) failed"

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from phalanx.observe.diagnosis import KINDS, Side, diagnose
-from phalanx.observe.exception_hook import format_exception
-from phalanx.observe.exit_reasons import parse_phalanx_error
-from phalanx.observe.explain import as_text
-from phalanx.observe.model import Job
-from phalanx.observe.wait_for_graph import WaitForGraph
+from phalanx.diagnosis.exit_reasons import parse_group_error
+from phalanx.diagnosis.explain import as_text
+from phalanx.diagnosis.kinds import KINDS, Side, diagnose
+from phalanx.diagnosis.model import Job
+from phalanx.diagnosis.wait_for_graph import WaitForGraph
+from phalanx.recorder.exception_hook import format_exception
 from tests.fault_injection.matrix import agreement_errors
 from tests.synthetic_jobs import JobBuilder
 
@@ -73,10 +73,10 @@ def test_the_root_cause_is_part_of_the_exception_text() -> None:
 
 def test_an_error_raised_from_a_phalanx_error() -> None:
     assert (
-        parse_phalanx_error("RuntimeError: step 3 (caused by phalanx.errors.PeerLost: rank 1)")
+        parse_group_error("RuntimeError: step 3 (caused by phalanx.errors.PeerLost: rank 1)")
         == "PeerLost"
     )
-    assert parse_phalanx_error("RuntimeError: it says PeerLost") == ""
+    assert parse_group_error("RuntimeError: it says PeerLost") == ""
 
 
 # The launcher.

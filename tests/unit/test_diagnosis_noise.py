@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.observe.diagnosis import diagnose
-from phalanx.observe.exit_reasons import to_monotonic
-from phalanx.observe.explain import as_json, as_text, explain
-from phalanx.observe.model import Group, Job, Operation, Process, Rank, Report, Start
+from phalanx.diagnosis.exit_reasons import to_monotonic
+from phalanx.diagnosis.explain import as_json, as_text, explain
+from phalanx.diagnosis.kinds import diagnose
+from phalanx.diagnosis.model import Group, Job, Operation, Process, Rank, Report, Start
 from tests.synthetic_jobs import JobBuilder
 
 # Small numbers often coincide; large ones are beyond all limits of the formats.
@@ -77,6 +77,7 @@ starts = st.builds(
     ended=st.none() | floats,
     code=st.none() | st.integers(-70, 300),
     stopped=st.booleans(),
+    suspended=st.booleans(),
 )
 processes = st.builds(
     Process,

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.observe.diagnosis import Diagnosis, diagnose
-from phalanx.observe.diagnosis.formatting import format_time
-from phalanx.observe.explain import as_text
+from phalanx.diagnosis.explain import as_text
+from phalanx.diagnosis.formatting import format_time
+from phalanx.diagnosis.kinds import Diagnosis, diagnose
 from tests.synthetic_jobs import SECOND, JobBuilder
 
 
@@ -384,10 +384,14 @@ def test_ctrl_c_while_a_rank_has_not_joined(code: int) -> None:
     assert get_kind_and_ranks(builder.advance(1).stop_job(130, 9)) == ("missing", (1,))
 
 
-def test_a_missing_rank_that_sigterm_does_not_end() -> None:
+@pytest.mark.parametrize(("is_stopped", "kind"), [(True, "stopped"), (False, "missing")])
+def test_a_missing_rank_that_sigterm_does_not_end(is_stopped: bool, kind: str) -> None:
+    """A rank that is deep in native code ignores the signal, too."""
     builder = JobBuilder(3, joined=[0, 2]).begin([0, 2], "join", waiting_for=1).advance(9)
+    if is_stopped:
+        builder.stop_rank(1)
     builder.end_process(0, -15, stopped=True).end_process(2, -15, stopped=True)
-    assert get_kind_and_ranks(builder.advance(1).stop_job(143, 9)) == ("stopped", (1,))
+    assert get_kind_and_ranks(builder.advance(1).stop_job(143, 9)) == (kind, (1,))
 
 
 def test_ctrl_c_long_after_a_rank_has_left() -> None:

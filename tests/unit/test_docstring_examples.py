@@ -89,7 +89,7 @@ def make_names(package: str, name: str, folder: Path) -> dict[str, Any]:
         "signal": signal,
         "torch": torch,
     }
-    if package in ("errors", "launcher", "observe", "backend", "system"):
+    if package in ("errors", "launcher", "recorder", "diagnosis", "backend", "system"):
         names |= {"batches": range(3), "train": float, "loss": torch.zeros(())}
     else:
         module = importlib.import_module(f"phalanx.{package}")

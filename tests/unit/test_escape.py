@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from phalanx.observe.escape import escape, shorten
+from phalanx.system.escape import escape, shorten
 
 ANY = st.text(st.characters(exclude_categories=()), max_size=300)
 

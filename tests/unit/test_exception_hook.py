@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 
 from phalanx import _native
-from phalanx.observe.exception_hook import announce, format_exception
+from phalanx.recorder.exception_hook import announce, format_exception
 
 # The name of PyTorch's file in a traceback.
 LOADER = "site-packages/torch/utils/data/dataloader.py"

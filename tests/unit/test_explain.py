@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from phalanx.observe import job_reader
-from phalanx.observe.diagnosis import KINDS
-from phalanx.observe.diagnosis.formatting import (
+from phalanx.diagnosis import job_reader
+from phalanx.diagnosis.explain import as_json, as_text, explain
+from phalanx.diagnosis.formatting import (
     collapse_numbers,
     format_duration,
     format_ranks,
     format_time,
     join_texts,
 )
-from phalanx.observe.explain import as_json, as_text, explain
-from phalanx.observe.model import Job
+from phalanx.diagnosis.kinds import KINDS
+from phalanx.diagnosis.model import Job
 from tests.synthetic_jobs import SECOND, JobBuilder
 
 

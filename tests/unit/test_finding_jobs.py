@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.diagnosis import job_reader
 from phalanx.errors import UsageError
-from phalanx.observe import job_directory, job_reader
-from phalanx.observe.job_directory import JobDirectory, make_job_name
+from phalanx.recorder import job_directory
+from phalanx.recorder.job_directory import JobDirectory, make_job_name
 
 
 def test_finding_a_job(jobs: Path) -> None:

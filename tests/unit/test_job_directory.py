@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import env
-from phalanx.observe.job_directory import (
+from phalanx.recorder.job_directory import (
     JobDirectory,
     UnusableFileError,
     list_job_names,

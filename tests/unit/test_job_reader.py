@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from phalanx import _native
-from phalanx.observe import job_directory, job_reader
-from phalanx.observe.job_directory import JobDirectory
-from phalanx.observe.model import Job
-from phalanx.observe.recorder_reader import build_rank
-from phalanx.observe.wait_for_graph import WaitForGraph
+from phalanx.diagnosis import job_reader
+from phalanx.diagnosis.flight_recorders import build_rank
+from phalanx.diagnosis.model import Job
+from phalanx.diagnosis.wait_for_graph import WaitForGraph
+from phalanx.recorder import job_directory
+from phalanx.recorder.job_directory import JobDirectory
 from tests.job_directories import JobFixture, write_recorder
 from tests.seeds import fresh_seed
 

@@ -9,10 +9,11 @@ import time
 
 import pytest
 
-from phalanx.observe import explain, job_directory, job_reader
-from phalanx.observe.job_directory import JobDirectory, get_pid_scope
-from phalanx.observe.job_reader import read_process_stat
-from phalanx.observe.model import Job
+from phalanx.diagnosis import explain, job_reader
+from phalanx.diagnosis.job_reader import read_process_stat
+from phalanx.diagnosis.model import Job
+from phalanx.recorder import job_directory
+from phalanx.recorder.job_directory import JobDirectory, get_pid_scope
 from tests.job_directories import JobFixture, start_live_rank, write_recorder
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from phalanx.observe import job_reader
-from phalanx.observe.diagnosis.formatting import describe_other_jobs
-from phalanx.observe.explain import as_json, as_text
-from phalanx.observe.job_directory import JobDirectory, make_job_name
-from phalanx.observe.watch import as_json as watch_as_json
-from phalanx.observe.watch import build_view
-from phalanx.observe.watch_table import render
+from phalanx.diagnosis import job_reader
+from phalanx.diagnosis.explain import as_json, as_text
+from phalanx.diagnosis.formatting import describe_other_jobs
+from phalanx.diagnosis.watch import as_json as watch_as_json
+from phalanx.diagnosis.watch import build_view
+from phalanx.diagnosis.watch_table import render
+from phalanx.recorder.job_directory import JobDirectory, make_job_name
 from tests.job_directories import JobFixture, write_recorder
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from phalanx import _native
-from phalanx.observe import exception_hook, recorder
-from phalanx.observe.job_directory import JobDirectory, make_job_name
-from phalanx.observe.recorder_reader import ended_well
+from phalanx.recorder import exception_hook, flight_recorder
+from phalanx.recorder.job_directory import JobDirectory, make_job_name
+from phalanx.recorder.recorder_file import ended_well
 from tests.descriptors import list_descriptors
 
 
@@ -53,15 +53,15 @@ def test_an_exception_text_that_is_not_utf_8() -> None:
     assert exception_hook.format_exception(OSError("\udcff\nmore")) == "OSError: \\udcff"
 
 
-def build_settings(directory: JobDirectory) -> recorder._JobSettings:
+def build_settings(directory: JobDirectory) -> flight_recorder._JobSettings:
     store: Any = None
-    return recorder._JobSettings(store, 0, 1, 0, directory.base, (20, 2**28), None)
+    return flight_recorder._JobSettings(store, 0, 1, 0, directory.base, (20, 2**28), None)
 
 
 def test_all_blocks_of_a_recorder_are_allocated_at_once(
     directory: JobDirectory, opened: list[int]
 ) -> None:
-    recorder._open_file(directory, build_settings(directory))
+    flight_recorder._open_file(directory, build_settings(directory))
     found = os.fstat(opened[0])
     assert found.st_size == _native.flight_recorder_bytes()
     assert found.st_blocks * 512 >= found.st_size
@@ -72,9 +72,9 @@ def test_all_blocks_of_a_recorder_are_allocated_at_once(
 def test_an_old_recorder_of_the_same_pid_is_replaced(
     directory: JobDirectory, opened: list[int]
 ) -> None:
-    recorder._open_file(directory, build_settings(directory))
+    flight_recorder._open_file(directory, build_settings(directory))
     os.write(opened[0], b"old")
-    recorder._open_file(directory, build_settings(directory))
+    flight_recorder._open_file(directory, build_settings(directory))
     assert os.pread(opened[1], 3, 0) == bytes(3)
 
 
@@ -84,7 +84,7 @@ def test_a_link_in_place_of_the_recorder_is_not_followed(
     victim = tmp_path / "victim"
     victim.write_text("precious")
     os.symlink(victim, f"{directory.path}/{os.getpid()}.recorder")
-    recorder._open_file(directory, build_settings(directory))
+    flight_recorder._open_file(directory, build_settings(directory))
     assert victim.read_text() == "precious"
 
 
@@ -92,7 +92,7 @@ def test_a_directory_in_place_of_the_recorder(directory: JobDirectory) -> None:
     os.mkdir(f"{directory.path}/{os.getpid()}.recorder")
     before = list_descriptors()
     with pytest.raises(OSError, match="directory"):
-        recorder._open_file(directory, build_settings(directory))
+        flight_recorder._open_file(directory, build_settings(directory))
     assert list_descriptors() == before
 
 
@@ -105,13 +105,13 @@ def test_a_file_system_that_cannot_map_files(
     monkeypatch.setattr(_native, "open_flight_recorder", refuse)
     before = list_descriptors()
     with pytest.raises(OSError, match="No such device"):
-        recorder._open_file(directory, build_settings(directory))
+        flight_recorder._open_file(directory, build_settings(directory))
     assert directory.list_recorders() == {}
     assert list_descriptors() == before
 
 
 def test_a_recorder_in_memory_cannot_be_resized(directory: JobDirectory, opened: list[int]) -> None:
-    recorder._open_memory(build_settings(directory))
+    flight_recorder._open_memory(build_settings(directory))
     (fd,) = opened
     assert os.fstat(fd).st_size == _native.flight_recorder_bytes()
     assert not os.get_inheritable(fd)

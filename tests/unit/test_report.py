@@ -13,7 +13,7 @@ import torch
 
 import phalanx
 from phalanx.errors import UsageError
-from phalanx.observe import recorder
+from phalanx.recorder import flight_recorder
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,11 @@ def test_invalid_arguments(arguments: dict[str, object], message: str) -> None:
 @pytest.mark.filterwarnings("error")
 def test_valid_arguments(monkeypatch) -> None:
     reports = []
-    monkeypatch.setattr(recorder, "_recorder", object())
-    monkeypatch.setattr(recorder, "_note", "")
-    monkeypatch.setattr(recorder._native, "report", lambda *arguments: reports.append(arguments))
+    monkeypatch.setattr(flight_recorder, "_recorder", object())
+    monkeypatch.setattr(flight_recorder, "_note", "")
+    monkeypatch.setattr(
+        flight_recorder._native, "report", lambda *arguments: reports.append(arguments)
+    )
     phalanx.report(step=0)
     phalanx.report(step=np.int64(7), loss=np.float32(0.5))
     phalanx.report(step=torch.tensor(8), loss=torch.tensor([[0.25]], requires_grad=True))
@@ -93,7 +95,7 @@ def test_report_without_a_group_logs_once() -> None:
 SINGLE_RANK = """
 import os
 import torch, phalanx
-from phalanx.observe.job_reader import read_job
+from phalanx.diagnosis.job_reader import read_job
 with phalanx.init(device="cpu") as session:
     for step in range(300):
         phalanx.report(step=step, loss=torch.tensor(1.0 / (step + 1)))

@@ -5,89 +5,19 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from phalanx.observe.diagnosis import Diagnosis, diagnose
-from phalanx.observe.explain import as_json, as_text
-from phalanx.observe.torch_dumps import HISTORY, read_dumps
+from phalanx.diagnosis.explain import as_json, as_text
+from phalanx.diagnosis.kinds import Diagnosis, diagnose
+from phalanx.diagnosis.torch_dumps import HISTORY
+from phalanx.diagnosis.torch_jobs import read_dumps
 from phalanx.usage_errors import UsageError
-
-BEGIN = 1_795_889_596_000_000_000
-SECOND = 1_000_000_000
-
-
-class DumpBuilder:
-    """The dumps of the ranks of a job, as NCCL writes them."""
-
-    def __init__(self, size: int, backend: str = "nccl") -> None:
-        self.size, self.backend, self.time = size, backend, BEGIN
-        self.entries: dict[int, list[dict[str, Any]]] = {rank: [] for rank in range(size)}
-        self.config = {"0": {"name": "0", "desc": "default_pg", "ranks": str([*range(size)])}}
-        self._numbers: dict[tuple[int, str], int] = {}
-
-    def add_group(self, name: str, ranks: list[int]) -> None:
-        self.config[name] = {"name": name, "desc": "undefined", "ranks": str(ranks)}
-
-    def call(
-        self,
-        ranks: Any,
-        name: str = "all_reduce",
-        *,
-        done: bool = False,
-        group: str = "0",
-        line: int = 7,
-        size: int = 4,
-        dtype: str = "Float",
-    ) -> DumpBuilder:
-        """Let ranks call an operation at a line of train.py, and end it if it is done."""
-        for rank in ranks:
-            is_message = name.startswith(("send", "recv"))
-            number = self._numbers.get((rank, group), 0) + (not is_message)
-            self._numbers[rank, group] = number
-            self.entries[rank].append(
-                {
-                    "frames": [
-                        {"name": name, "filename": "/x/torch/distributed/c.py", "line": 1},
-                        {"name": "step", "filename": "/srv/job/train.py", "line": line},
-                        {"name": "<module>", "filename": "/srv/job/train.py", "line": 90},
-                    ],
-                    "record_id": len(self.entries[rank]),
-                    "pg_id": 0,
-                    "process_group": (group, self.config[group]["desc"]),
-                    "collective_seq_id": number,
-                    "p2p_seq_id": 0,
-                    "op_id": number,
-                    "profiling_name": f"{self.backend}:{name}",
-                    "time_created_ns": self.time,
-                    "time_discovered_started_ns": None,
-                    "time_discovered_completed_ns": None,
-                    "input_sizes": [[size, 2]] if name != "barrier" else [],
-                    "input_dtypes": [dtype] if name != "barrier" else [],
-                    "output_sizes": [[size, 2]] if name != "barrier" else [],
-                    "output_dtypes": [dtype] if name != "barrier" else [],
-                    "state": "completed" if done else "started",
-                    "retired": done,
-                    "timeout_ms": 600_000,
-                    "is_p2p": is_message,
-                }
-            )
-        self.time += SECOND // 100
-        return self
-
-    def get_content(self, rank: int) -> dict[str, Any]:
-        return {"version": "2.10", "pg_config": self.config, "entries": self.entries[rank]}
-
-    def write(self, folder: Path, *, prefix: str = "nccl_trace_rank_", after: int = 30) -> Path:
-        """Write the dumps, some seconds after the last call."""
-        folder.mkdir(exist_ok=True)
-        for rank in range(self.size):
-            file = folder / f"{prefix}{rank}"
-            file.write_bytes(pickle.dumps(self.get_content(rank), protocol=2))
-            os.utime(file, ns=(self.time + after * SECOND,) * 2)
-        return folder
+from tests.torch_dumps import SECOND, DumpBuilder
 
 
 @pytest.fixture
@@ -109,8 +39,9 @@ def explain(builder: DumpBuilder, folder: Path) -> Diagnosis:
 def test_a_rank_in_its_own_code(job: DumpBuilder, tmp_path: Path) -> None:
     diagnosis = explain(job.call((0, 1, 3), line=9), tmp_path)
     assert (diagnosis.kind, diagnosis.ranks) == ("busy", (2,))
-    first, second = diagnosis.describe()[:2]
-    assert "own code" in first
+    first, doubt, second = diagnosis.describe()
+    assert doubt.startswith("Or it has ended, which dumps do not show: look at its exit code and ")
+    assert "own code for 30 s (since " in first
     assert "after all_reduce #3 float32[8] at train.py:7" in first
     assert second.startswith("Ranks 0, 1, 3 have waited for rank 2 in all_reduce #4 float32[8] at ")
     assert "for 30 s" in second
@@ -168,7 +99,7 @@ def test_clocks_of_hosts_differ(job: DumpBuilder, tmp_path: Path) -> None:
         os.utime(tmp_path / f"nccl_trace_rank_{rank}", ns=(job.time - 7170 * SECOND,) * 2)
     diagnosis = diagnose(read_dumps(str(tmp_path)))
     assert (diagnosis.kind, diagnosis.ranks) == ("busy", (2,))
-    assert "for 30 s" in diagnosis.describe()[1]
+    assert "for 30 s" in diagnosis.describe()[2]
 
 
 def test_only_the_newest_operations_are_read(tmp_path: Path) -> None:
@@ -179,6 +110,26 @@ def test_only_the_newest_operations_are_read(tmp_path: Path) -> None:
     assert [len(rank.records) for rank in found.ranks] == [HISTORY, HISTORY]
     assert [rank.operations for rank in found.ranks] == [2 * HISTORY, 2 * HISTORY + 1]
     assert diagnose(found).ranks == (0,)
+
+
+def test_many_dumps_are_read_by_several_processes(tmp_path: Path) -> None:
+    job = DumpBuilder(40)
+    job.call(range(40), done=True).call([rank for rank in range(40) if rank != 7], line=9)
+    job.write(tmp_path)
+    command = [sys.executable, "-m", "phalanx", "explain", "--json", "--dumps", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    found = json.loads(done.stdout)
+    assert done.stderr == ""
+    assert (found["diagnosis"]["kind"], found["diagnosis"]["ranks"]) == ("busy", [7])
+    assert len(found["ranks"]) == 40
+
+
+def test_a_file_that_is_too_large(
+    job: DumpBuilder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.diagnosis.torch_dumps.MAX_BYTES", 99)
+    with pytest.raises(UsageError, match=r"it has \d+ B, and at most 99 are read"):
+        read_dumps(str(job.write(tmp_path)))
 
 
 def test_json_and_a_path_with_a_prefix(job: DumpBuilder, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as protos
 
+from phalanx.diagnosis.model import Group, Job, Operation, Rank, Report, Start
+from phalanx.diagnosis.trace import OperationCounts, write
 from phalanx.errors import UsageError
-from phalanx.observe.model import Group, Job, Operation, Rank, Report, Start
-from phalanx.observe.trace import OperationCounts, write
 from tests import arbitrary_jobs, perfetto_reader
 from tests.perfetto_reader import ParsedSlice, ParsedTrace
 from tests.synthetic_jobs import (

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from phalanx.errors import Aborted, CollectiveMismatch, PeerLost, PhalanxError
-from phalanx.observe.exception_hook import describe_consequence, shorten
+from phalanx.recorder.exception_hook import describe_consequence, shorten
 from phalanx.system.tracebacks import format_folded
 
 LOST = "[rank 0/2 on node] all_reduce #3 float32[4] SUM at train.py:12: rank 1 (pid 7) has died"

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.observe.model import Group, Job, Process, Rank, Report, Start
-from phalanx.observe.watch import Row, View, as_json, build_view, get_outcome
-from phalanx.observe.watch_table import describe_activity, describe_balance
+from phalanx.diagnosis.model import Group, Job, Process, Rank, Report, Start
+from phalanx.diagnosis.watch import Row, View, as_json, build_view, get_outcome
+from phalanx.diagnosis.watch_table import describe_activity, describe_balance
 from tests.synthetic_jobs import (
     NOW,
     SECOND,

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from phalanx.cli import main
+from phalanx.diagnosis import job_reader
+from phalanx.diagnosis.model import Job, Process
 from phalanx.errors import UsageError
-from phalanx.observe import job_reader
-from phalanx.observe.model import Job, Process
 from tests import perfetto_reader
 from tests.synthetic_jobs import NAME, build_straggling_job, job, rank
 
@@ -167,7 +167,7 @@ def test_ctrl_c_only_stops_the_command(
 def test_a_launcher_has_time_to_record_the_end_of_the_job(
     phalanx: Callable[..., int], set_readings: Callable[..., list[Any]]
 ) -> None:
-    from phalanx.observe.model import Start
+    from phalanx.diagnosis.model import Start
 
     gone = end_job(build_straggling_job(1, 0), None)
     gone = replace(gone, ranks=(replace(gone.ranks[0], start=Start(4000, 0.0)),))
@@ -247,7 +247,7 @@ def test_an_incomplete_file_is_removed(
         raise OSError(28, "No space left on device")
         yield
 
-    monkeypatch.setattr("phalanx.observe.trace.write", broken)
+    monkeypatch.setattr("phalanx.diagnosis.trace.write", broken)
     set_readings(build_straggling_job(2, 1))
     assert phalanx("trace", "-o", str(tmp_path / "x")) == 2
     assert list(tmp_path.iterdir()) == []

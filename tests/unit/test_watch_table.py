@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from phalanx.observe.model import Job, Link, Operation, Process, Rank, Report
-from phalanx.observe.watch import as_json, build_view, get_outcome
-from phalanx.observe.watch_table import describe_activity, fold, render
+from phalanx.diagnosis.model import Job, Link, Operation, Process, Rank, Report
+from phalanx.diagnosis.watch import as_json, build_view, get_outcome
+from phalanx.diagnosis.watch_table import describe_activity, fold, render
 from tests import arbitrary_jobs
 from tests.synthetic_jobs import ago, build_straggling_job, collective, job, message, rank
 

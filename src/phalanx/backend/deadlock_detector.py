@@ -30,8 +30,8 @@ from typing import NamedTuple
 
 from phalanx import _native
 from phalanx.backend.peer_state import abort_reason, format_site, read_rank
-from phalanx.observe.escape import escape
-from phalanx.observe.model import Operation, Rank
+from phalanx.diagnosis.model import Operation, Rank
+from phalanx.system.escape import escape
 
 _logger = logging.getLogger("phalanx")
 _HISTORY = 64

@@ -20,7 +20,7 @@ from phalanx.errors import (
     PeerLost,
     PhalanxError,
 )
-from phalanx.observe import recorder
+from phalanx.recorder import flight_recorder
 from phalanx.system.processes import describe_exit
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def _attributes(
         "operation": name[1] if name else None,
         "group": membership.name,
         "seconds": seconds,
-        "job": recorder.get_job_name(),
+        "job": flight_recorder.get_job_name(),
     }
 
 

@@ -27,7 +27,7 @@ from phalanx.backend import known_failures
 from phalanx.backend.failure import left_group_error
 from phalanx.backend.membership import LEFT_ERRORS, Membership, memberships
 from phalanx.backend.work import MessageWork
-from phalanx.observe import recorder
+from phalanx.recorder import flight_recorder
 from phalanx.system.polling import attempts
 from phalanx.transports.shutdown_hooks import register_wait_hook
 
@@ -151,7 +151,7 @@ def _stop_at_exit() -> None:
             membership.native.disconnect(abrupt=is_failing)
     if (error := known_failures.take()) is not None and not is_failing:
         sys.stderr.write(f"phalanx: an operation that nobody waited for failed: {error}\n")
-    recorder.close()
+    flight_recorder.close()
 
 
 def _leave_before_wait() -> None:

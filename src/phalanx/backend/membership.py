@@ -17,7 +17,7 @@ from phalanx import _native
 from phalanx.backend import deadlock_detector, known_failures
 from phalanx.backend.threads import CollectiveThread, MessageThread
 from phalanx.errors import UsageError
-from phalanx.observe import exception_hook
+from phalanx.recorder import exception_hook
 
 _STOP_SECONDS = 2.0
 """The time that the operations of a broken group have to end, in seconds."""

@@ -11,12 +11,12 @@ import time
 from typing import Any
 
 from phalanx import _native
-from phalanx.backend.call_site import short_site
 from phalanx.backend.operands import DTYPE_NAMES
-from phalanx.observe.escape import escape
-from phalanx.observe.exception_hook import SESSION_ENDED
-from phalanx.observe.model import Group, Operation, Rank, select_blocking
-from phalanx.observe.recorder_reader import build_rank
+from phalanx.diagnosis import formatting
+from phalanx.diagnosis.flight_recorders import build_rank
+from phalanx.diagnosis.model import Group, Operation, Rank, select_blocking
+from phalanx.recorder.exception_hook import SESSION_ENDED
+from phalanx.system.escape import escape
 from phalanx.system.polling import attempts
 from phalanx.system.processes import StatField, read_stat
 
@@ -91,7 +91,7 @@ def format_last_operation(group: _native.Group, rank: int) -> str:
         return ""
     text = ""
     if (current := select_blocking(record.open)) is not None:
-        text = f", in {_format_operation(current)}"
+        text = f", {_format_position(current)}"
     elif record.history:
         text = f", after {_format_operation(record.history[-1])}"
     return text + _format_step(record)
@@ -109,7 +109,7 @@ def describe_activity(group: _native.Group, rank: int) -> str:
     if current is None:
         return "is in its own code" + _format_idle_time(record)
     is_same_group = record.is_in(current, group.identity)
-    text = f"is in {_format_operation(current)}"
+    text = f"is {_format_position(current)}"
     if not is_same_group and (other_group := record.get_group(current)) is not None:
         text += f" of group '{escape(other_group.name)}'"
     text += f" for {_format_elapsed(current.begin)}"
@@ -165,17 +165,19 @@ def _matches(operation: Operation, fingerprint: _native.Fingerprint) -> bool:
     )
 
 
+def _format_position(operation: Operation) -> str:
+    text = _format_operation(operation)
+    return text if operation.kind == "join" else f"in {text}"
+
+
 def _format_operation(operation: Operation) -> str:
-    is_numbered = not operation.is_message and operation.kind != "join"
-    parts = [f"{operation.kind} #{operation.sequence}" if is_numbered else operation.kind]
-    if operation.dtype:
-        parts.append(f"{operation.dtype}[{operation.count}]")
-    return " ".join(parts) + format_site(operation.site)
+    tensor = f" {formatting.format_tensor(operation)}" if operation.dtype else ""
+    return formatting.format_kind(operation) + tensor + format_site(operation.site)
 
 
 def format_site(site: str) -> str:
     """Return text such as " at train.py:77"; empty without a call site."""
-    return f" at {escape(short_site(site))}" if site else ""
+    return f" at {formatting.format_site(site)}" if site else ""
 
 
 def _format_idle_time(record: Rank) -> str:

@@ -74,8 +74,8 @@ from phalanx.backend.options import options_factory, select_link
 from phalanx.backend.reconfiguration import Reconfiguration
 from phalanx.backend.work import CompositeWork, Tensors
 from phalanx.errors import CollectiveTimeout, PhalanxError, UsageError
-from phalanx.observe import recorder
-from phalanx.observe.escape import encodable
+from phalanx.recorder import flight_recorder
+from phalanx.system.escape import encodable
 from phalanx.topology import HostLink
 from phalanx.torch_versions import ErrorType, active_mode_count, is_profiling
 from phalanx.transports.store_query import StoreLost, query_store
@@ -109,7 +109,7 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup:
     link = select_link(backend_options, dist.group.WORLD if dist.is_initialized() else None)
     rank, size, name = options.group_rank, options.group_size, options.group_id
     members, store = options.global_ranks_in_group, _attempt_store(options.store)
-    recorder.open_for_group(store, rank, size)
+    flight_recorder.open_for_group(store, rank, size)
     torch_patches.apply(ProcessGroup)
     if os.environ.get("TORCH_DIST_NAN_CHECK") == "1":
         warn_once("nan", "TORCH_DIST_NAN_CHECK has no effect: PyTorch checks its own groups only")
@@ -765,7 +765,7 @@ class ProcessGroup(dist.ProcessGroup):
                     operation="monitored_barrier",
                     group=self._name,
                     seconds=timeout.total_seconds(),
-                    job=recorder.get_job_name(),
+                    job=flight_recorder.get_job_name(),
                 )
         native = self._membership.native
         try:

@@ -8,7 +8,9 @@ from phalanx.cli.output import AsJson, Output, check_writable, write_json
 from phalanx.system.console import has_styles, make_console
 
 if TYPE_CHECKING:
-    from phalanx.observe.model import Job
+    from collections.abc import Iterable
+
+    from phalanx.diagnosis.model import Job
 
 SETTINGS: dict[str, Any] = {
     "help": "\n\n".join(
@@ -69,7 +71,7 @@ def command(
         return
     check_writable(output)
     found = _read(job, dumps)
-    from phalanx.observe.explain import as_json, as_text, explain
+    from phalanx.diagnosis.explain import as_json, as_text, explain
 
     if json or output is not None:
         write_json(as_json(found), json, output)
@@ -84,17 +86,32 @@ def command(
 
 def _read(job: str | None, dumps: str | None) -> "Job":
     if dumps is None:
-        from phalanx.observe.job_reader import read_job
+        from phalanx.diagnosis.job_reader import read_job
 
         return read_job(job)
-    from phalanx.observe.torch_dumps import read_dumps
+    from phalanx.diagnosis.torch_jobs import read_dumps
 
-    return read_dumps(dumps)
+    return read_dumps(dumps, _track)
+
+
+def _track(values: "Iterable[Any]", count: int) -> "Iterable[Any]":
+    """Show how many dumps have been read, which may take seconds, until all have been."""
+    from rich.progress import track
+
+    console = make_console(stderr=True)
+    return track(
+        values,
+        "Reading dumps",
+        count,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
 
 
 def _print_tracebacks(job: str | None) -> None:
-    from phalanx.observe.escape import escape
-    from phalanx.observe.job_reader import read_tracebacks
+    from phalanx.diagnosis.job_reader import read_tracebacks
+    from phalanx.system.escape import escape
     from phalanx.usage_errors import UsageError
 
     name, texts = read_tracebacks(job)

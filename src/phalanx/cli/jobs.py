@@ -17,7 +17,7 @@ from phalanx.system.processes import ExitCode
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from phalanx.observe.job_reader import JobSummary
+    from phalanx.diagnosis.job_reader import JobSummary
 
 SETTINGS: dict[str, Any] = {
     "help": "\n\n".join(
@@ -70,7 +70,7 @@ def command(
     elif jobs:
         _print_table(jobs)
     else:
-        from phalanx.observe.job_directory import get_base_directory
+        from phalanx.recorder.job_directory import get_base_directory
 
         print(f"no jobs in {get_base_directory()}: none is running, and no failed job is kept")
     for line in errors:
@@ -79,9 +79,9 @@ def command(
 
 def _read_summaries() -> tuple[list[JobSummary], list[str]]:
     """Return all jobs, newest first, and the errors of jobs that cannot be read."""
-    from phalanx.observe.escape import escape
-    from phalanx.observe.job_directory import JobDirectory, get_base_directory, list_jobs
-    from phalanx.observe.job_reader import read_summary
+    from phalanx.diagnosis.job_reader import read_summary
+    from phalanx.recorder.job_directory import JobDirectory, get_base_directory, list_jobs
+    from phalanx.system.escape import escape
 
     jobs, errors = [], []
     for name in list_jobs():
@@ -99,7 +99,7 @@ def _read_summaries() -> tuple[list[JobSummary], list[str]]:
 
 
 def _remove(names: list[str], *, ended: bool) -> None:
-    from phalanx.observe.job_directory import remove_job
+    from phalanx.recorder.job_directory import remove_job
 
     if ended:
         jobs, _ = _read_summaries()
@@ -126,7 +126,7 @@ def _build_table(jobs: list[JobSummary]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from phalanx.observe.escape import escape
+    from phalanx.system.escape import escape
 
     # Names are never truncated, so that they can be copied.
     table = Table(box=SIMPLE_HEAD, pad_edge=False, expand=True)

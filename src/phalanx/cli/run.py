@@ -330,9 +330,9 @@ def explanation(job: str, encoding: str, host: str = "", console: "Console | Non
         host: The host on which the command works; empty for this one.
         console: The console on which the text is shown in colours; None for plain text.
     """
-    from phalanx.observe.escape import escape
-    from phalanx.observe.explain import as_text, explain
-    from phalanx.observe.job_reader import read_job, read_tracebacks
+    from phalanx.diagnosis.explain import as_text, explain
+    from phalanx.diagnosis.job_reader import read_job, read_tracebacks
+    from phalanx.system.escape import escape
     from phalanx.usage_errors import UsageError
 
     try:

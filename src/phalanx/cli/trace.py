@@ -10,8 +10,8 @@ from phalanx.cli.output import AsJson, write_json
 from phalanx.system.extras import install_command
 
 if TYPE_CHECKING:
-    from phalanx.observe.model import Job
-    from phalanx.observe.trace import OperationCounts
+    from phalanx.diagnosis.model import Job
+    from phalanx.diagnosis.trace import OperationCounts
 
 SETTINGS: dict[str, Any] = {
     "help": "\n\n".join(
@@ -49,8 +49,8 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Write the timeline of a job."""
-    from phalanx.observe.job_reader import read_job
-    from phalanx.observe.trace import check
+    from phalanx.diagnosis.job_reader import read_job
+    from phalanx.diagnosis.trace import check
     from phalanx.usage_errors import UsageError
 
     check()
@@ -69,7 +69,7 @@ def command(
 def _write(path: Path, job: "Job", force: bool) -> "list[OperationCounts]":
     from rich.progress import track
 
-    from phalanx.observe.trace import write
+    from phalanx.diagnosis.trace import write
     from phalanx.system.console import make_console
 
     console = make_console(stderr=True)
@@ -113,7 +113,7 @@ def _make_write_error(path: Path, error: OSError) -> Exception:
 
 
 def _print_summary(path: Path, job: "Job", written: "list[OperationCounts]") -> None:
-    from phalanx.observe.escape import escape
+    from phalanx.system.escape import escape
 
     operations = sum(rank.operations for rank in written)
     size = path.stat().st_size / 1e3

@@ -16,7 +16,7 @@ from phalanx.system.processes import ExitCode
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from phalanx.observe.model import Job
+    from phalanx.diagnosis.model import Job
 
 SETTINGS: dict[str, Any] = {
     "help": "\n\n".join(
@@ -98,7 +98,7 @@ class _Readings:
     def __init__(
         self, name: str | None, interval: float, once: bool, file: TextIO | None = None
     ) -> None:
-        from phalanx.observe.watch import WINDOW
+        from phalanx.diagnosis.watch import WINDOW
 
         self._name = name
         self._interval = interval
@@ -111,8 +111,8 @@ class _Readings:
     @property
     def outcome(self) -> tuple[bool, str]:
         """True unless the job has failed, and a sentence about its end, empty while it runs."""
-        from phalanx.observe.escape import escape
-        from phalanx.observe.watch import get_outcome, has_failed
+        from phalanx.diagnosis.watch import get_outcome, has_failed
+        from phalanx.system.escape import escape
 
         if self._last is None:
             return True, ""
@@ -132,8 +132,8 @@ class _Readings:
         return succeeded, f"Job {name} {text}.{hint}"
 
     def __iter__(self) -> Iterator["Job"]:
-        from phalanx.observe.job_reader import read_job
-        from phalanx.observe.watch import get_history_length
+        from phalanx.diagnosis.job_reader import read_job
+        from phalanx.diagnosis.watch import get_history_length
         from phalanx.usage_errors import UsageError
 
         ended_since: float | None = None
@@ -161,7 +161,7 @@ class _Readings:
             time.sleep(max(self._interval - (time.monotonic() - began), 0))
 
     def _has_ended(self, job: "Job") -> bool:
-        from phalanx.observe.watch import get_outcome
+        from phalanx.diagnosis.watch import get_outcome
 
         return get_outcome(job) is not None
 
@@ -176,14 +176,14 @@ def _print_json(readings: _Readings) -> None:
 
 
 def _as_line(job: "Job", window: float) -> str:
-    from phalanx.observe.watch import as_json, build_view
+    from phalanx.diagnosis.watch import as_json, build_view
 
     return json.dumps(as_json(job, build_view(job, window)), allow_nan=False)
 
 
 def _print(readings: _Readings, console: "Console") -> None:
-    from phalanx.observe.watch import build_view
-    from phalanx.observe.watch_table import render
+    from phalanx.diagnosis.watch import build_view
+    from phalanx.diagnosis.watch_table import render
 
     for job in readings:
         console.print(render(job, build_view(job, readings.window), console))
@@ -193,8 +193,8 @@ def _show_live(readings: _Readings, console: "Console") -> None:
     """Draw on the terminal's alternate screen, and print the last table on the normal screen."""
     from rich.live import Live
 
-    from phalanx.observe.watch import build_view
-    from phalanx.observe.watch_table import render
+    from phalanx.diagnosis.watch import build_view
+    from phalanx.diagnosis.watch_table import render
 
     job: Job | None = None
     with Live(console=console, screen=True, auto_refresh=False) as live:

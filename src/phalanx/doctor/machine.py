@@ -16,7 +16,7 @@ from phalanx import env
 from phalanx.bench.machine import machine
 from phalanx.doctor.finding import Finding, FindingFactory
 from phalanx.launcher.host_resources import cgroup_limits, usable_cores
-from phalanx.observe.job_directory import list_job_names
+from phalanx.recorder.job_directory import list_job_names
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from phalanx.doctor.peers.links import format_bandwidth, format_latency
-from phalanx.observe.escape import escape
+from phalanx.system.escape import escape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

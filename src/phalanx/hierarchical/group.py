@@ -40,8 +40,8 @@ from phalanx.hierarchical.failure import (
 from phalanx.hierarchical.fingerprint import Fingerprint, Header, current_site
 from phalanx.hierarchical.links import Links
 from phalanx.hierarchical.messages import PointToPointGroup
-from phalanx.observe.escape import escape
-from phalanx.observe.exception_hook import SESSION_ENDED
+from phalanx.recorder.exception_hook import SESSION_ENDED
+from phalanx.system.escape import escape
 from phalanx.system.polling import attempts
 from phalanx.topology import HostLink, Layout, RankRecord, StoreBoard, own_address
 from phalanx.topology.layout import AUTO

@@ -42,7 +42,7 @@ from phalanx.launcher.output_forwarder import Exit, OutputForwarder, Sink
 from phalanx.launcher.preload import Copies
 from phalanx.launcher.rendezvous import HostRendezvous
 from phalanx.launcher.store import HOST
-from phalanx.observe.launcher_log_writer import LauncherLogWriter
+from phalanx.recorder.launcher_log_writer import LauncherLogWriter
 from phalanx.system.processes import signal_exit_code, signal_group
 from phalanx.torch_sources import shutdown_timeout
 from phalanx.torch_versions import start_processes_by
@@ -170,6 +170,7 @@ class Agent(LocalElasticAgent):
 
     def _shutdown(self, *args: Any, **options: Any) -> None:
         self._stop_time = min(self._stop_time, time.monotonic())
+        self._launcher_log.note_suspended(self._processes.values())
         if args and self.coordinator is not None and self._attempt >= 0:
             # A signal: the ranks on other hosts are about to lose those on this one.
             is_final = not self._is_optional()

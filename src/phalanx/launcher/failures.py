@@ -15,7 +15,7 @@ from phalanx.system.processes import describe_exit, signal_exit_code
 
 if TYPE_CHECKING:
     # It imports torch, which the launcher on another host loads later, and quietly.
-    from phalanx.observe.launcher_log_writer import LauncherLogWriter
+    from phalanx.recorder.launcher_log_writer import LauncherLogWriter
 
 GRACE = 3.0
 """Seconds for which ranks may continue after a consequence, so that its cause can show."""
@@ -32,7 +32,7 @@ _PEER_FAILURE = re.compile(
 )
 """Phalanx's errors about other ranks, as raised, or wrapped in a RuntimeError by DDP (C++)."""
 _SHORT = re.compile(r"(PeerLost|CollectiveTimeout|CollectiveMismatch|Aborted): ")
-"""The only line that a rank prints of such an error, as `observe.exception_hook` shortens it."""
+"""The only line that a rank prints of such an error, as `recorder.exception_hook` shortens it."""
 _REPEATED = re.compile(r"(?P<exception>.+) \((at [^()]+, )?as on rank \d+\)$", re.MULTILINE)
 """The only line of an exception whose traceback another rank prints, as the same module has it."""
 _STATEMENT = re.compile(
@@ -55,6 +55,9 @@ _CONNECTION_ERROR = re.compile(
 _PREFIX = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
 """The prefix that torch gives to the lines of a traceback once a group exists."""
 _TRACEBACK = "Traceback (most recent call last):"
+_TERMINATION = "terminate called after throwing an instance of "
+_TERMINATED = re.compile(rf"^{_TERMINATION}'([^']+)'\n\s*what\(\):\s+(.*)", re.MULTILINE)
+"""The report of C++ on an exception that nobody catches."""
 _SYNTAX_ERROR = re.compile(r"(Syntax|Indentation|Tab)Error: ")
 _CHAIN = (
     "The above exception was the direct cause",
@@ -232,16 +235,16 @@ def may_have_unknown_cause(failures: Sequence[F]) -> bool:
 def excerpt(text: str) -> str:
     """Return the part of a rank's last output that explains its exit.
 
-    This is the last traceback with the tracebacks chained to it, or the line in its place. It is
-    the last ten lines if there is none. If a traceback has more than 40 lines, its middle is
-    omitted.
+    This is the last traceback with the tracebacks chained to it, or the line in its place. If there
+    is none, it is all from the report of C++ on an exception on, or the last ten lines. If that is
+    more than 40 lines, its middle is omitted.
     """
     rows = _PREFIX.sub("", text.rstrip()).splitlines()
     starts = _find_starts(rows)
     if not starts:
-        return "\n".join(rows[-10:])
-    first = starts.pop()
-    if _is_line(rows[first]):
+        ends = [number for number, row in enumerate(rows) if row.startswith(_TERMINATION)]
+        first = ends[0] if ends else -10
+    elif _is_line(rows[first := starts.pop()]):
         return rows[first]
     while starts and any(row.startswith(_CHAIN) for row in rows[max(0, first - 2) : first]):
         first = starts.pop()
@@ -255,7 +258,9 @@ def find_exception(text: str) -> str:
     """Return the line with the exception in the end of a rank's stderr; empty if there is none."""
     rows = text.splitlines()
     starts = _find_starts(rows)
-    if not starts:  # a script that cannot be compiled has no traceback
+    if not starts:  # C++ code prints none, nor does a script that cannot be compiled
+        if terminated := _TERMINATED.search(text):
+            return f"{terminated[1]}: {terminated[2]}"
         return next(filter(_SYNTAX_ERROR.match, rows[-1:]), "")
     if _is_line(row := rows[starts[-1]]):
         repeated = _REPEATED.match(row)

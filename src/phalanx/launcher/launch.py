@@ -31,7 +31,7 @@ from phalanx.launcher.host_resources import check_host, rank_defaults
 from phalanx.launcher.output_forwarder import Exit, OutputForwarder, Sink
 from phalanx.launcher.store import host_store, rank_variables
 from phalanx.launcher.worker import InterpreterState, RankOutcome
-from phalanx.observe.launcher_log_writer import LauncherLogWriter
+from phalanx.recorder.launcher_log_writer import LauncherLogWriter
 from phalanx.system import pickling
 from phalanx.system.notebook import OutputReader, find_cell
 from phalanx.system.processes import ChildProcess, signal_group
@@ -432,6 +432,9 @@ class RankProcesses:
         now = time.monotonic()
         if self._alive():
             self._stop_time = min(self._stop_time, now)
+            self._launcher_log.note_suspended(
+                (rank, self._ranks[rank].process.pid) for rank in self._alive()
+            )
         for rank in self._alive():
             signal_group(self._ranks[rank].process.pid, number)
         while self._alive() and time.monotonic() < now + timeout:

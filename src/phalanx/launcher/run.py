@@ -35,7 +35,7 @@ from phalanx.launcher.options import Job, make_job
 from phalanx.launcher.output_forwarder import OutputForwarder
 from phalanx.launcher.rank_replacement import ReplacingAgent
 from phalanx.launcher.rendezvous import open_rendezvous
-from phalanx.observe.launcher_log_writer import LauncherLogWriter
+from phalanx.recorder.launcher_log_writer import LauncherLogWriter
 from phalanx.system.processes import signal_exit_code
 
 _POLL_SECONDS = 0.1

@@ -100,6 +100,8 @@ _interrupts: list[KeyboardInterrupt] = []
 def _end_by_exception(error: BaseException) -> NoReturn:
     """Print an exception from the script's frame on, as if there were no others, and exit."""
     error.__traceback__ = _skip_own_frames(error.__traceback__)
+    # As the interpreter does, for what the script runs at exit.
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     sys.excepthook(type(error), error, error.__traceback__)
     if isinstance(error, KeyboardInterrupt):
         _interrupts.append(error)

@@ -69,7 +69,7 @@ def main() -> None:
 
 def _announce_failure(error: BaseException) -> None:
     """Announce the failure to the peers if the function has formed a Phalanx group."""
-    exception_hook: Any = sys.modules.get("phalanx.observe.exception_hook")
+    exception_hook: Any = sys.modules.get("phalanx.recorder.exception_hook")
     if exception_hook is not None:
         exception_hook.announce(error)
 

@@ -23,8 +23,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from phalanx.observe.job_directory import CALL_LOG_VERSION, JobDirectory
-from phalanx.observe.recorder import get_job_directory
+from phalanx.recorder.flight_recorder import get_job_directory
+from phalanx.recorder.job_directory import CALL_LOG_VERSION, JobDirectory
 from phalanx.rpc.peer import Peers
 from phalanx.rpc.workers import WorkerInfo
 

@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from phalanx.address import local_address, rendezvous_host, url_host
 from phalanx.errors import ArgumentTypeError, PeerLost, PhalanxError, UsageError
-from phalanx.observe import exception_hook, recorder
+from phalanx.recorder import exception_hook, flight_recorder
 from phalanx.rpc import workers
 from phalanx.rpc.agent import Agent, agent, agent_or_none, set_agent
 from phalanx.rpc.autograd.graph import AutogradGraph, PeerGraphs
@@ -231,7 +231,7 @@ def init_rpc(
     new.store = store.clone()  # type: ignore[attr-defined] # a wait on the other one blocks it
     try:
         server = RpcServer(new, key, own.address)
-        recorder.publish_job(store)
+        flight_recorder.publish_job(store)
         if group is None:
             peers = _meet_all(new, own, store, size, timeout)
             if rank == 0:
@@ -418,7 +418,7 @@ def _rendezvous(method: str, rank: int, size: int | None) -> tuple[Store, int, i
 
 def _enter(group: DynamicGroup, own: Agent, store: Store) -> list[Peer]:
     """Enter a group without a fixed size; return this worker and those before it."""
-    recorder.open_for_workers(store, own.id, _MANY)
+    flight_recorder.open_for_workers(store, own.id, _MANY)
     own.publish_leave = group.leave
     own.loss_listeners.append(group.on_loss)
     own.peers.learn = group.learn
@@ -439,7 +439,7 @@ def _meet_all(
 ) -> list[Peer]:
     """Wait for all workers; return them."""
     records = workers.exchange_records(store, own.id, size, record, timeout)
-    recorder.open_for_workers(store, own.id, size)
+    flight_recorder.open_for_workers(store, own.id, size)
     if own.id == 0:
         own.on_arrival = WorkerBarrier(own, size).arrive
     return _peers(own, record, records, store, timeout)

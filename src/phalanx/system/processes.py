@@ -223,6 +223,12 @@ class StatField(enum.IntEnum):
     RESIDENT_PAGES = 21
 
 
+def is_suspended(pid: int) -> bool:
+    """Return whether a signal such as SIGSTOP, or a debugger, has stopped a process."""
+    fields = read_stat(pid)
+    return fields is not None and fields[StatField.STATE] in (b"T", b"t")
+
+
 class ProcessIdentity(NamedTuple):
     """A process, as no other one is: pids are given again.
 

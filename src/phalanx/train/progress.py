@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from phalanx.diagnosis.wait_time import measure_wait_share
 from phalanx.errors import UsageError
-from phalanx.observe.recorder import report
-from phalanx.observe.wait_time import measure_wait_share
+from phalanx.recorder.flight_recorder import report
 from phalanx.system.console import make_console
 from phalanx.system.extras import install_command
 from phalanx.system.notebook import find_cell
