@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import phalanx
 from phalanx.testing import FaultRunner
+from tests.ports import find_free_port
 
 pytestmark = pytest.mark.slow
 
@@ -91,6 +92,7 @@ def make_names(package: str, name: str, folder: Path) -> dict[str, Any]:
     }
     if package in ("errors", "launcher", "recorder", "diagnosis", "backend", "system"):
         names |= {"batches": range(3), "train": float, "loss": torch.zeros(())}
+        names["port"] = find_free_port()
     else:
         module = importlib.import_module(f"phalanx.{package}")
         names |= {each: getattr(module, each) for each in module.__all__}

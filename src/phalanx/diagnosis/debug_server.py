@@ -24,6 +24,9 @@ def start_debug_server(**options: Any) -> None:
     Raises:
         UsageError: This version of PyTorch has no debug server to which a page can be added, or a
             package that it needs is missing.
+
+    Example:
+        >>> phalanx.start_debug_server(port=port)
     """
     try:
         from phalanx.diagnosis.debug_page import ExplainHandler  # its base class is PyTorch's
