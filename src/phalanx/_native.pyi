@@ -69,11 +69,11 @@ def read_flight_recorder(data: bytes, history: int) -> dict[str, Any]:
     operations (the number of operations begun), main_thread_wait (the number of the operation that
     the main thread waits for while a group's thread runs it; 0 for none), lone_wait (the number of
     the operation that it waits for while no other thread can begin one), groups (list of dicts with
-    the fields of `phalanx.observe.model.Group`; members as the text "0-3,6"), open and done (lists
-    of dicts with the fields of `phalanx.observe.model.Operation`; done: the newest `history` of
-    them, oldest first), reports (list of (time, step, loss)), links (list of dicts: host, now and
-    earlier as in `record_link`), torn (the number of records that were being written when the file
-    was copied).
+    the fields of `phalanx.diagnosis.model.Group`; members as the text "0-3,6"), open and done
+    (lists of dicts with the fields of `phalanx.diagnosis.model.Operation`; done: the newest
+    `history` of them, oldest first), reports (list of (time, step, loss)), links (list of dicts:
+    host, now and earlier as in `record_link`), torn (the number of records that were being written
+    when the file was copied).
 
     Raises:
         ValueError: The data are not a flight recorder, have another layout version, or are damaged.
