@@ -328,12 +328,19 @@ def test_receives_without_a_message_are_given_up(ranks: RankServer) -> None:
     ranks.run(2, leaves_with_receives, timeout=None)
 
 
-def leaves_with_a_failure(sees_it: bool) -> None:
+def begin(operation: str) -> Any:
+    """Begin an operation of rank 0 that cannot end without rank 1."""
+    if operation == "isend":
+        return dist.isend(torch.ones(2_000_000), 1)
+    return dist.all_reduce(torch.ones(3), async_op=True)
+
+
+def leaves_with_a_failure(operation: str, sees_it: bool) -> None:
     init()
     if dist.get_rank() == 1:
         dist.destroy_process_group()
         return
-    work = dist.all_reduce(torch.ones(3), async_op=True)
+    work = begin(operation)
     if sees_it:
         with pytest.raises(PhalanxError):
             work.wait()
@@ -345,8 +352,9 @@ def leaves_with_a_failure(sees_it: bool) -> None:
 
 
 @pytest.mark.parametrize("sees_it", [True, False])
-def test_an_error_that_nobody_has_seen(ranks: RankServer, sees_it: bool) -> None:
-    ranks.run(2, leaves_with_a_failure, sees_it, timeout=None)
+@pytest.mark.parametrize("operation", ["all_reduce", "isend"])
+def test_an_error_that_nobody_has_seen(ranks: RankServer, operation: str, sees_it: bool) -> None:
+    ranks.run(2, leaves_with_a_failure, operation, sees_it, timeout=None)
 
 
 def leaves_after_an_exception() -> None:
@@ -365,16 +373,18 @@ def test_an_exception_is_not_replaced(ranks: RankServer) -> None:
     assert second.code == 0, second.report()
 
 
-def ends_with_a_failure() -> None:
+def ends_with_a_failure(operation: str) -> None:
     init()
     if dist.get_rank() == 0:
-        dist.all_reduce(torch.ones(3), async_op=True)
+        begin(operation)
     else:
         dist.destroy_process_group()
 
 
-def test_an_error_at_the_end_of_a_script(ranks: RankServer) -> None:
-    first, second = ranks.start(2, ends_with_a_failure, timeout=None).join()
+@pytest.mark.parametrize("operation", ["all_reduce", "isend"])
+def test_an_error_at_the_end_of_a_script(ranks: RankServer, operation: str) -> None:
+    first, second = ranks.start(2, ends_with_a_failure, operation, timeout=None).join()
     assert (first.code, second.code) == (0, 0)
-    assert re.search(r"phalanx: .*all_reduce.*rank 1 .*left", first.stderr), first.stderr
+    text = operation.removeprefix("i")
+    assert re.search(rf"phalanx: .*{text}.*rank 1 .*left", first.stderr), first.stderr
     assert second.stderr == ""

@@ -65,6 +65,12 @@ class _Leaving:
         if not self._wait(lambda: all(work.is_completed() for work in sends)):
             _fail_first(sends)
 
+    def find_lost_sends(self) -> None:
+        """Notice which sends have ended with the failure that broke the group."""
+        for work in list(self._membership.messages):
+            if work.is_send:
+                work.is_completed()
+
     def complete_receives(self) -> None:
         """Wait until all receives have ended or are given up; the others break the group."""
         receives = [work for work in list(self._membership.messages) if not work.is_send]
@@ -112,8 +118,8 @@ class _Leaving:
 def complete(membership: Membership, *, at_exit: bool = False) -> None:
     """Complete the operations under way, before this rank leaves a group.
 
-    Does nothing if the group is broken, or the program knows of a failure. Blocks for at most the
-    timeout of the group after the end of each operation.
+    In a broken group, they have failed. Does nothing if the program knows of a failure. Blocks for
+    at most the timeout of the group after the end of each operation.
 
     Args:
         membership: The membership of this rank in the group.
@@ -122,14 +128,16 @@ def complete(membership: Membership, *, at_exit: bool = False) -> None:
     status = membership.native.failure()
     if status is not None and (status.code, status.reporter) == ("interrupted", membership.rank):
         known_failures.mark_known()
-    if status is not None or known_failures.is_known():
+    if known_failures.is_known():
         return
     leaving = _Leaving(membership)
     with contextlib.suppress(*LEFT_ERRORS):
-        leaving.complete_collectives()
-        leaving.complete_sends()
-        if not at_exit:
-            leaving.complete_receives()
+        if status is None:
+            leaving.complete_collectives()
+            leaving.complete_sends()
+            if not at_exit:
+                leaving.complete_receives()
+        leaving.find_lost_sends()
 
 
 def _fail_first(works: list[MessageWork]) -> None:
