@@ -8,6 +8,7 @@ versions at once.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import inspect
 import os
 from typing import TYPE_CHECKING, Any, cast
@@ -178,6 +179,14 @@ def foreign_groups() -> dict[str, list[int]]:
     return found
 
 
+def is_foreign(group: Any) -> bool:
+    """Return whether a group is not of Phalanx; anything but a group stands for the default one."""
+    known: Any = c10d._world
+    found = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+    backend, _ = known.pg_map.get(found, ("", None))
+    return "phalanx" not in backend
+
+
 def group_name(group: Any) -> str:
     """Return PyTorch's name of a group, of the default one for None."""
     return str(c10d._world.pg_names.get(group or c10d._get_default_group(), ""))
@@ -210,10 +219,34 @@ def global_rank(group: Any, rank: int) -> int:
     return int(dist.get_global_rank(group or c10d._get_default_group(), rank))
 
 
-def dump_flight_recorder() -> bytes:
-    """Return PyTorch's record of the last collectives as a pickle, without their stacks."""
+def dump_flight_recorders() -> list[bytes]:
+    """Return PyTorch's records of the last collectives, each as a pickle without their stacks.
+
+    NCCL has a record of its own, which asks CUDA what has completed.
+    """
     dump: Any = getattr(_distributed_c10d, "_dump_fr_trace", None)
-    return b"" if dump is None else bytes(dump(True, False, False))
+    found = [] if dump is None else [bytes(dump(True, False, False))]
+    dump = getattr(_distributed_c10d, "_dump_nccl_trace", None)
+    cuda: Any = torch.cuda
+    if dump is not None and torch.version.cuda is not None and cuda.is_initialized():
+        with _relax_stream_capture():
+            found.append(bytes(dump(True, False, False)))
+    return found
+
+
+@contextlib.contextmanager
+def _relax_stream_capture() -> Iterator[None]:
+    """Let this thread ask CUDA while another one captures a graph, which would break the graph.
+
+    This is `CUDAStreamCaptureModeGuard` of PyTorch's C++.
+    """
+    exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 def debug_server_frontend() -> Any:

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests import copies
+
 STEPS, BATCH = 10, 24
 
 
@@ -42,7 +44,7 @@ def train_alone(example: dict[str, Any]) -> dict[int, float]:
 
 @pytest.mark.slow
 def test_losses_equal_those_of_one_process(script: Path, example: dict[str, Any]) -> None:
-    phalanx = [sys.executable, "-c", "from phalanx.cli import main; main()"]
+    phalanx = [copies.PHALANX]
     options = ["--steps", str(STEPS), "--batch", str(BATCH)]
     result = subprocess.run(
         [*phalanx, "run", "--nproc-per-node", "4", str(script), *options],

@@ -18,11 +18,12 @@ import psutil
 import pytest
 
 from phalanx.data import load_digits
+from tests import copies
 
 pytestmark = pytest.mark.slow
 
 TIMEOUT = 100.0
-PHALANX_RUN = [sys.executable, "-c", "from phalanx.cli import main; main()", "run"]
+PHALANX_RUN = [copies.PHALANX, "run"]
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

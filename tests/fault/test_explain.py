@@ -18,11 +18,12 @@ import pytest
 from phalanx.diagnosis.explain import as_json, as_text
 from phalanx.diagnosis.job_reader import read_job
 from phalanx.diagnosis.kinds import diagnose
+from tests import copies
 from tests.fault import explain_script
 from tests.ranks import RankServer
 
 SCRIPT = Path(explain_script.__file__)
-COMMAND = [sys.executable, "-c", "from phalanx.cli import main; main()"]
+COMMAND = [copies.PHALANX]
 LIMIT = 60.0
 RANK_AT_FAULT = explain_script.RANK_AT_FAULT
 # Scenarios that hang; the others end at once, unless the notified ranks stay alive.

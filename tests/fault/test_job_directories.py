@@ -16,6 +16,7 @@ import torch.distributed as dist
 import phalanx
 from phalanx.errors import UsageError
 from phalanx.recorder.launcher_log_writer import LauncherLogWriter
+from tests import copies
 from tests.ports import find_free_port
 from tests.ranks import RankServer, RunningRanks
 
@@ -53,7 +54,7 @@ ranks = [
 sys.exit(max(rank.wait(60) for rank in ranks))
 """
 
-RUN = [sys.executable, "-c", "from phalanx.cli import main; main()", "run", "--nproc-per-node", "2"]
+RUN = [copies.PHALANX, "run", "--nproc-per-node", "2"]
 
 
 @pytest.fixture

@@ -40,6 +40,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_
 Seed = Annotated[
     int | None, typer.Option(min=0, help="Seed of the trials; a random one by default.")
 ]
+Parallel = Annotated[int, typer.Option(min=1, help="Number of jobs that run at the same time.")]
 First = Annotated[int, typer.Option(min=0, help="Number of the first trial.")]
 Sizes = Annotated[str, typer.Option("--nproc-per-node", help="World sizes, such as 2-8.")]
 Record = Annotated[
@@ -323,9 +324,7 @@ def matrix_command(
     case: Annotated[
         list[str] | None, typer.Option(help="Run only this case; may be repeated.")
     ] = None,
-    parallel: Annotated[
-        int, typer.Option(min=1, help="Number of jobs that run at the same time.")
-    ] = 2,
+    parallel: Parallel = 2,
     backend: Annotated[
         str, typer.Option(help="phalanx, or gloo for the faults that exist there.")
     ] = "phalanx",
@@ -365,17 +364,22 @@ def matrix_command(
 @app.command("healthy")
 def healthy_command(
     count: Annotated[int, typer.Option(min=1, help="Number of jobs.")] = 20,
+    parallel: Parallel = 1,
     seed: Seed = None,
     first: First = 0,
     record: Record = None,
 ) -> None:
     """Run healthy jobs on Gloo beside busy processes; `phalanx explain` must find no fault."""
     seed, trials = choose_seed(seed), []
-    with TemporaryDirectory() as folder:
-        for number in track_numbers(first, count, "explaining"):
-            trials.append(healthy.run(healthy.draw(seed, number), Path(folder)))
-            for problem in trials[-1].wrong:
-                console.print(f"{trials[-1].run}:\n  {problem}", markup=False, soft_wrap=True)
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(parallel) as executor:
+        runs = [healthy.draw(seed, number) for number in range(first, first + count)]
+        done = executor.map(partial(healthy.run, folder=Path(folder)), runs)
+        for trial in track(
+            done, "explaining", count, console=console, disable=not console.is_terminal
+        ):
+            trials.append(trial)
+            for problem in trial.wrong:
+                console.print(f"{trial.run}:\n  {problem}", markup=False, soft_wrap=True)
     summary = tables.summarize_healthy(trials)
     table = tables.build_healthy_table(summary)
     console.print(table)

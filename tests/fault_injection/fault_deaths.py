@@ -257,8 +257,8 @@ _SELECTION = (
     ("allocation", "alone", "", 1, 2),
     ("ValueError", "asynchronous", "all_reduce", 1, 2),
     ("shapes", "asynchronous", "all_reduce", 1, 3),
-    ("SIGKILL", "asynchronous", "irecv", 1, 2),
-    ("sys.exit", "asynchronous", "isend", 1, 3),
+    ("SIGKILL", "asynchronous", "isend", 1, 2),
+    ("sys.exit", "asynchronous", "irecv", 1, 3),
     ("MemoryError", "met", "all_reduce", 1, 2),
     ("_exit", "met", "barrier", 0, 2),
     ("KeyboardInterrupt", "met", "all_reduce", 1, 3),
@@ -275,10 +275,6 @@ def _cases() -> Iterator[Case]:
         end, kind, cause, advice = CAUSES[cause_name]
         body = _MOMENTS[moment](end, operation, victim)
         words = f"[Rr]ank {victim}\\b.*{cause}"
-        elsewhere = None
-        if moment == "before init" and kind == "failed":  # Phalanx is not loaded yet
-            elsewhere = kind, words, advice.format(victim)
-            kind, words, advice = "exited", f"Rank {victim}\\b.*exit code 1", "end of its output"
         name = " ".join(filter(None, (cause_name, moment, operation, f"of {size}"))).replace(
             " ", "_"
         )
@@ -292,7 +288,6 @@ def _cases() -> Iterator[Case]:
             words,
             advice.format(victim),
             forms=forms,
-            elsewhere=elsewhere,
         )
 
 

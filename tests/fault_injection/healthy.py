@@ -26,12 +26,13 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx.diagnosis.job_reader import read_job_directory
 from phalanx.diagnosis.kinds import diagnose
 from phalanx.recorder.job_directory import JobDirectory, list_job_names
+from tests import copies
 
 SECONDS = 6.0
 """The time for which a program runs."""
 
 _ROOT = Path(__file__).parents[2]
-_COMMAND = (sys.executable, "-c", "from phalanx.cli import main; main()")
+_COMMAND = (copies.PHALANX,)
 _PAUSE = 0.2
 _LIMIT = 240.0
 _HEALTHY = ("running", "ended")
@@ -99,11 +100,22 @@ def use_groups_and_asynchronous_works() -> None:
         dist.all_gather_object([None] * dist.get_world_size(), step)
 
 
+def call_other_workers() -> None:
+    import phalanx.rpc as rpc
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
+    for step in _steps():
+        rpc.rpc_sync(f"worker{(rank + 1) % size}", torch.add, args=(torch.ones(100), step))
+    rpc.shutdown()
+
+
 PROGRAMS: dict[str, Callable[[], None]] = {
     "DDP": train_with_ddp,
     "FSDP2": train_with_fsdp,
     "pipeline": run_pipeline,
     "groups": use_groups_and_asynchronous_works,
+    "RPC": call_other_workers,
 }
 
 

@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from phalanx.diagnosis.explain import as_json
 from phalanx.diagnosis.job_reader import read_job_directory
 from phalanx.diagnosis.torch_jobs import read_dumps
 from phalanx.recorder.job_directory import JobDirectory, list_job_names
+from tests import copies
 from tests.fault_injection import fault_collectives, fault_deaths, fault_programs, fault_waits
 from tests.fault_injection.faults import BACKEND, DUMPS, MARK, Case, fault_time
 
@@ -30,7 +30,7 @@ MODULES = (fault_deaths, fault_waits, fault_collectives, fault_programs)
 CASES = {case.name: case for file in MODULES for case in file.CASES}
 
 _ROOT = Path(__file__).parents[2]
-_COMMAND = (sys.executable, "-c", "from phalanx.cli import main; main()")
+_COMMAND = (copies.PHALANX,)
 # Seconds within which a job must reach its fault, a hang must be found, and a job must end.
 _START, _FIND, _END = 240.0, 30.0, 240.0
 # Seconds by which the reported time of a death may precede or follow the fault.
@@ -121,7 +121,8 @@ def check_explanation(explanation: Mapping[str, Any], fault_at: float = 0.0) -> 
     """
     wrong = agreement_errors([*explanation["diagnosis"]["text"], *explanation["advice"]])
     since = explanation["diagnosis"]["since"]
-    if since is not None and not explanation["job"]["started"] - 1 <= since <= time.time() + 1:
+    started = explanation["job"]["started"] or 0.0  # dumps do not say
+    if since is not None and not started - 1 <= since <= time.time() + 1:
         wrong.append(f"since {since}, outside of the job's life")
     dated = explanation["diagnosis"]["kind"] in _DEATHS and since is not None and fault_at
     if dated and not fault_at - _EARLY <= since <= fault_at + _LATE:

@@ -14,13 +14,14 @@ import pytest
 
 from phalanx.bench.operations import ALGORITHMS, OPERATIONS
 from phalanx.cli import main
+from tests import copies
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 LIMIT = 100
 ALGORITHM_NAMES = ("", *ALGORITHMS)
-PHALANX = [sys.executable, "-c", "from phalanx.cli import main; main()"]
+PHALANX = [copies.PHALANX]
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -3,15 +3,15 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from phalanx.recorder.job_directory import list_job_names
+from tests import copies
 
 LIMIT = 100
-PHALANX = [sys.executable, "-c", "from phalanx.cli import main; main()"]
+PHALANX = [copies.PHALANX]
 SCRIPT = """
 import os, signal, time
 import torch

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,34 @@ if rank == 1:
     {action}
 dist.all_reduce(x)
 """
+NESTED = """
+import os, time
+import torch
+import torch.distributed as dist
+from phalanx.backend import cuda
+
+def make_group(child):
+    # Gloo in place of NCCL, and numbers in place of GPUs: there are none here.
+    size, kind = len(child.members), dist.ProcessGroup.BackendType.GLOO
+    group = dist.ProcessGroup(child.rank, size)
+    store = dist.PrefixStore("nccl/", child.store)
+    gloo = dist.ProcessGroupGloo(store, child.rank, size, timeout=child.timeout)
+    group._register_backend(torch.device("cpu"), kind, gloo)
+    group._set_default_backend(kind)
+    group._set_group_name(child.name)
+    return group
+
+cuda._make_nccl, cuda.device_id = make_group, lambda device: str(device.index)
+dist.init_process_group("phalanx")
+rank, x = dist.get_rank(), torch.ones(4)
+nccl = dist.group.WORLD._nccl.group_for(torch.device("cuda", rank))
+nccl.allreduce([x]).wait()
+dist.all_reduce(x)
+if rank == 1:
+    {action}
+nccl.allreduce([x]).wait()
+"""
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 UNSEEN = """
 import os
 import phalanx.recorder.torch_recorder as recorder
@@ -51,9 +79,11 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Return a function that starts a job of three ranks on Gloo, in which rank 1 is at fault."""
     started: list[subprocess.Popen[str]] = []
 
-    def run(action: str, script: str = SCRIPT) -> subprocess.Popen[str]:
+    def run(
+        action: str, script: str = SCRIPT, launcher: Sequence[str] = (PHALANX, "run")
+    ) -> subprocess.Popen[str]:
         (tmp_path / "train.py").write_text(script.format(action=action))
-        command = [PHALANX, "run", "--nproc-per-node", "3", "train.py"]
+        command = [*launcher, "--nproc-per-node", "3", "train.py"]
         started.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path))
         return started[-1]
 
@@ -109,6 +139,26 @@ def test_a_rank_that_hangs(start: Any, case: str) -> None:
 
     wait_for(is_explained)
     assert text in " ".join(found["diagnosis"]["text"])
+
+
+@pytest.mark.parametrize("launcher", [(PHALANX, "run"), TORCHRUN], ids=["phalanx", "torchrun"])
+def test_operations_that_go_from_phalanx_to_nccl(
+    start: Any, launcher: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "200")
+    start("time.sleep(1000)", NESTED, launcher)
+    found: dict[str, Any] = {}
+
+    def is_explained() -> bool:
+        found.update(explain())
+        diagnosis = found.get("diagnosis", {"kind": "", "text": []})
+        return diagnosis["kind"] == "busy" and "all_reduce #2" in " ".join(diagnosis["text"])
+
+    wait_for(is_explained)
+    text = 'Ranks 0 and 2 have waited for rank 1 in all_reduce #2 float32[4] in group "0 (NCCL)"'
+    assert found["diagnosis"]["ranks"] == [1]
+    assert text in " ".join(found["diagnosis"]["text"])
+    assert "after all_reduce #1 float32[4]" in " ".join(found["diagnosis"]["text"])
 
 
 def test_watch_and_trace(start: Any, tmp_path: Path) -> None:

@@ -21,10 +21,11 @@ from phalanx.diagnosis import job_reader
 from phalanx.errors import LaunchError, UsageError
 from phalanx.recorder import job_directory
 from phalanx.recorder.job_directory import JobDirectory, make_job_name
+from tests import copies
 from tests.waiting import wait_for
 
 LIMIT = 60
-PHALANX = [sys.executable, "-c", "from phalanx.cli import main; main()"]
+PHALANX = [copies.PHALANX]
 JOIN_GROUP = """
 import os, pathlib, sys, time
 import torch, torch.distributed as dist, phalanx

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import phalanx
+from tests import copies
 
-PHALANX = [sys.executable, "-c", "from phalanx.cli import main; main()"]
+PHALANX = [copies.PHALANX]
 LIMIT = 60
 
 # A script for other backends. The last line belongs to the test: it prints the actual backend.

@@ -15,12 +15,13 @@ from phalanx.errors import UsageError
 from phalanx.launcher.arguments import parse_arguments
 from phalanx.launcher.options import make_job, rendezvous_timeout
 from phalanx.launcher.rendezvous import open_rendezvous
+from tests import copies
 
 BACKEND = "phalanx"
 LIMIT = 60
 """The maximum duration of a command, in seconds."""
 
-PHALANX = [sys.executable, "-c", "from phalanx.cli import main; main()"]
+PHALANX = [copies.PHALANX]
 C10D = "--rdzv-backend c10d --rdzv-id x --rdzv-endpoint"
 VARIABLES = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PET_NPROC_PER_NODE")
 
@@ -327,8 +328,9 @@ def test_a_signal_at_the_end_of_the_job(script, tmp_path):
     code = (
         "import os, signal; from phalanx.launcher.output_forwarder import OutputForwarder; "
         "OutputForwarder.wait_for_exits = lambda *_: os.kill(os.getpid(), signal.SIGTERM); "
+        "from phalanx.cli import main; main()"
     )
-    command = [sys.executable, "-c", code + PHALANX[-1], "run", "--nproc-per-node", "1"]
+    command = [sys.executable, "-c", code, "run", "--nproc-per-node", "1"]
     command.append(script("sys.exit(3)"))
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=LIMIT)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr

@@ -9,7 +9,6 @@ import re
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -24,13 +23,13 @@ import torch.distributed as dist
 import phalanx
 from phalanx.diagnosis.job_reader import read_job
 from phalanx.diagnosis.watch import View, build_view
-from tests import perfetto_reader
+from tests import copies, perfetto_reader
 from tests.ranks import RankServer, RunningRanks
 
 LIMIT = 60.0
 DELAY = 0.1
 SLOW = 1
-PHALANX = [sys.executable, "-c", "from phalanx.cli import main; main()"]
+PHALANX = [copies.PHALANX]
 
 
 def wait_until(condition: Callable[[], bool], description: str) -> None:

@@ -14,6 +14,7 @@ from phalanx.backend import cuda
 from phalanx.backend.execution import DONE
 from phalanx.backend.process_group import ProcessGroup
 from phalanx.errors import PeerLost, UsageError
+from phalanx.recorder import torch_recorder
 from phalanx.topology import HostLink
 
 SINGLE = (
@@ -27,8 +28,8 @@ SINGLE = (
 class FakeNcclGroup:
     """A stand-in for a ProcessGroupNCCL."""
 
-    def __init__(self, _store: Any, rank: int, size: int, _timeout: timedelta) -> None:
-        self.place = (rank, size)
+    def __init__(self, child: cuda.NcclChild) -> None:
+        self.place = (child.rank, len(child.members))
         self.ended: list[str] = []
 
     def shutdown(self) -> None:
@@ -38,9 +39,17 @@ class FakeNcclGroup:
         self.ended.append("abort")
 
 
+def make_child(
+    store: Any, rank: int, size: int, *, timeout: timedelta = timedelta(seconds=60), **options: Any
+) -> cuda.NcclChild:
+    return cuda.NcclChild(store, rank, "pair", range(size), timeout, FakeNcclGroup, **options)
+
+
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the identifier of a device be its number; number 9 has no NCCL."""
+    monkeypatch.setattr(torch_recorder, "start", lambda: None)
+    monkeypatch.setattr(torch_recorder, "_hidden_groups", {})
     monkeypatch.setattr(
         cuda, "device_id", lambda device: "" if device.index == 9 else str(device.index)
     )
@@ -51,7 +60,7 @@ def request_groups(numbers: list[int], peers: dict[int, int] | None = None) -> l
     store, answers = HashStore(), [None] * len(numbers)
 
     def on_rank(rank: int) -> None:
-        child = cuda.NcclChild(store, rank, len(numbers), timedelta(seconds=5), FakeNcclGroup)
+        child = make_child(store, rank, len(numbers))
         peer = None if peers is None else peers[rank]
         answers[rank] = child.group_for(torch.device("cuda", numbers[rank]), peer)
 
@@ -88,7 +97,7 @@ def test_required_nccl_never_uses_memory(numbers: list[int], words: str) -> None
     store = HashStore()
     for rank in (0, 2):
         store.set(f"phalanx/cuda/{rank}", str(numbers[rank]))
-    child = cuda.NcclChild(store, 1, 3, timedelta(seconds=5), FakeNcclGroup)
+    child = make_child(store, 1, 3)
     child.required = True
     with pytest.raises(UsageError, match=words):
         child.group_for(torch.device("cuda", numbers[1]))
@@ -106,10 +115,7 @@ def test_message_involves_two_ranks_only() -> None:
 @pytest.mark.parametrize(("numbers", "by_nccl"), [([0, 0, 1], "rank 2"), ([0, 0, 0], "")])
 def test_recv_from_any_rank_is_rejected_with_nccl(numbers: list[int], by_nccl: str) -> None:
     store = HashStore()
-    children = [
-        cuda.NcclChild(store, rank, 3, timedelta(seconds=5), FakeNcclGroup)
-        for rank in range(len(numbers))
-    ]
+    children = [make_child(store, rank, 3) for rank in range(len(numbers))]
     for child, number in zip(children, numbers, strict=True):
         child._publish(cuda.device_id(torch.device("cuda", number)))
     if by_nccl:
@@ -121,19 +127,21 @@ def test_recv_from_any_rank_is_rejected_with_nccl(numbers: list[int], by_nccl: s
 
 @pytest.mark.usefixtures("devices")
 def test_the_wait_for_a_peer_is_bounded() -> None:
-    child = cuda.NcclChild(HashStore(), 0, 2, timedelta(milliseconds=50), FakeNcclGroup)
+    child = make_child(HashStore(), 0, 2, timeout=timedelta(milliseconds=50))
     with pytest.raises(DistError):
         child.group_for(torch.device("cuda", 0))
 
 
 @pytest.mark.usefixtures("devices")
 def test_the_child_ends_with_its_group() -> None:
-    child = cuda.NcclChild(HashStore(), 0, 1, timedelta(seconds=5), FakeNcclGroup)
+    child = make_child(HashStore(), 0, 1)
     child.shutdown()
     made = child.group_for(torch.device("cuda", 0))
     assert made is child.group_for(torch.device("cuda", 0))
+    assert torch_recorder._hidden_groups == {"pair": [0]}  # its records are kept
     child.shutdown()
     child.abort()
+    assert torch_recorder._hidden_groups == {}
     assert made.ended == ["shutdown", "abort"]
 
 
@@ -227,7 +235,7 @@ def test_methods_with_other_names_in_nccl(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("devices")
 def test_a_peer_that_has_ended_is_not_waited_for() -> None:
-    child = cuda.NcclChild(HashStore(), 0, 2, timedelta(seconds=60), FakeNcclGroup, bool)
+    child = make_child(HashStore(), 0, 2, has_gone=bool)
     with pytest.raises(PeerLost, match="rank 1 has ended before its first operation on a CUDA"):
         child.group_for(torch.device("cuda", 0))
 

@@ -133,7 +133,7 @@ def test_group_left_in_the_meantime_has_no_pids() -> None:
         (ALL_REDUCE, "all_reduce #41 float32[1024] SUM"),
         (Fingerprint("broadcast", 3, 7, 0, _native.DTYPES["int8"]), "broadcast #3 int8[7] root 0"),
         (Fingerprint("barrier", 9), "barrier #9"),
-        (Fingerprint("send", 0, 5, 4), "send float32[5] to rank 4 tag 0"),
+        (Fingerprint("send", 0, 5, 4), "send float32[5] to rank 4"),
         (Fingerprint("recv", 7, 5, 4), "recv float32[5] from rank 4 tag 7"),
         (Fingerprint("recv", 7, 5, -1), "recv float32[5] from any rank tag 7"),
         (Fingerprint(), "no operation"),

@@ -102,6 +102,16 @@ def test_clocks_of_hosts_differ(job: DumpBuilder, tmp_path: Path) -> None:
     assert "for 30 s" in diagnosis.describe()[2]
 
 
+def test_a_group_that_was_used_long_ago(tmp_path: Path) -> None:
+    job = DumpBuilder(2)
+    job.add_group("1", [0, 1])
+    job.call((0, 1), group="1", done=True)
+    for _ in range(2 * HISTORY):
+        job.call((0, 1), done=True)
+    found = read_dumps(str(job.write(tmp_path)))
+    assert [group.sequence for group in found.ranks[1].groups] == [1, 2 * HISTORY]
+
+
 def test_only_the_newest_operations_are_read(tmp_path: Path) -> None:
     job = DumpBuilder(2)
     for _ in range(2 * HISTORY):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import pickle
 import subprocess
 import sys
@@ -12,13 +14,15 @@ from typing import Any
 
 import pytest
 
+from phalanx import torch_versions
 from phalanx.diagnosis import model
 from phalanx.diagnosis.exit_reasons import parse_group_error
 from phalanx.diagnosis.explain import as_text
 from phalanx.diagnosis.job_reader import read_job
 from phalanx.diagnosis.kinds import Diagnosis, diagnose
 from phalanx.diagnosis.model import Job
-from phalanx.diagnosis.torch_jobs import merge
+from phalanx.diagnosis.torch_jobs import end_failed_operations, merge
+from phalanx.recorder import torch_recorder
 from phalanx.recorder.job_directory import JobDirectory, make_job_name
 from phalanx.recorder.torch_recorder import VERSION
 from tests.torch_dumps import SECOND, DumpBuilder
@@ -34,6 +38,12 @@ TIMED_OUT = (
 ABORTED = (
     "gloo::EnforceNotMet: [enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:446"
     "] op.preamble.length <= op.nbytes. 400 vs 396"
+)
+NCCL_TIMED_OUT = (
+    "c10::DistBackendError: [PG ID 0 PG GUID 0 Rank 0] Process group watchdog thread terminated "
+    "with exception: [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=2, "
+    "OpType=ALLREDUCE, NumelIn=8, NumelOut=8, Timeout(ms)=3000) ran for 3080 milliseconds before "
+    "timing out."
 )
 CLOCK = 1_795_000_000 * SECOND
 """Unix time minus monotonic time."""
@@ -75,10 +85,11 @@ class KeptJob:
     def end(self, rank: int, code: int, error: str = "", after: float = 1.0) -> KeptJob:
         return self.log("end", rank, after, code=code, stopped=False, error=error)
 
-    def stop(self, rank: int, code: int = -15) -> KeptJob:
-        return self.log("end", rank, 5.0, code=code, stopped=True, error="")
+    def stop(self, rank: int, code: int = -15, error: str = "") -> KeptJob:
+        return self.log("end", rank, 5.0, code=code, stopped=True, error=error)
 
     def read(self) -> Job:
+        ends = {each["rank"]: each["time"] for each in self._events if each["event"] == "end"}
         for own in self.heads:
             content, pid = self._dumps.get_content(own["rank"]), self.pids[own["rank"]]
             config = content.pop("pg_config")
@@ -87,6 +98,8 @@ class KeptJob:
             head = {"groups": groups, "time": self._dumps.time - CLOCK, **own}
             file = self._path / f"{pid}.torch"
             file.write_bytes(json.dumps(head).encode() + b"\n" + pickle.dumps(content))
+            last = min(self._dumps.time / SECOND + 0.5, ends.get(own["rank"], math.inf))
+            os.utime(file, (last, last))
         text = "".join(json.dumps(event) + "\n" for event in self._events)
         finish = json.dumps({"event": "finish", "code": 1, "time": 2.0}) + "\n"
         (self._path / "launcher.jsonl").write_text(text + finish)
@@ -158,8 +171,22 @@ def test_a_rank_that_has_no_record(kept: KeptJob) -> None:
 def test_a_rank_is_late(kept: KeptJob) -> None:
     kept._dumps.time += 5 * SECOND
     kept._dumps.call([1], line=9)
+    kept.heads[0]["is_last"] = kept.heads[2]["is_last"] = True
     kept.end(0, 1, TIMED_OUT, after=-2).end(2, 1, TIMED_OUT, after=-1.9).end(1, 1, CLOSED)
     diagnosis = kept.explain()
+    assert (diagnosis.kind, diagnosis.ranks) == ("late", (1,))
+
+
+def test_a_rank_is_late_and_ends_first(kept: KeptJob) -> None:
+    """The others' programs went on for a while after they had timed out."""
+    kept._dumps.time += 5 * SECOND
+    kept._dumps.call([1], line=9)
+    for rank in range(3):
+        kept._dumps.entries[rank][-1]["retired"] = True
+        call = {"name": "all_reduce", "site": "/srv/train.py:9"}
+        kept.heads[rank] |= {"call": call, "is_last": True, "exception": TIMED_OUT}
+    kept.heads[1]["exception"] = CLOSED
+    diagnosis = kept.end(1, 1, CLOSED).stop(0, error=TIMED_OUT).stop(2, error=TIMED_OUT).explain()
     assert (diagnosis.kind, diagnosis.ranks) == ("late", (1,))
 
 
@@ -175,6 +202,63 @@ def test_a_rank_raises_from_another_exception(kept: KeptJob) -> None:
     diagnosis = kept.end(1, 1, "ValueError: why").end(0, 1, CLOSED, after=0.9).stop(2).explain()
     assert (diagnosis.kind, diagnosis.ranks) == ("failed", (1,))
     assert "ValueError: why (caused by KeyError: 'lr')" in diagnosis.describe()[0]
+
+
+def test_a_rank_raises_and_gloo_waits_for_its_operations(kept: KeptJob) -> None:
+    kept.heads[1] |= {"is_last": True, "exception": "ValueError: why"}
+    kept.end(1, 1, "ValueError: why", after=45).end(0, 1, CLOSED, after=45.1).stop(2)
+    diagnosis = kept.explain()
+    assert (diagnosis.kind, diagnosis.ranks) == ("failed", (1,))
+    expected = kept._dumps.time + SECOND // 2 - CLOCK
+    assert diagnosis.since == pytest.approx(expected, abs=SECOND // 1000)  # of a float
+
+
+def test_a_rank_that_is_stopped_while_it_ends_by_itself(kept: KeptJob) -> None:
+    """Its peers notice before its launcher does, and one of them ends first."""
+    kept.heads[1] |= {"is_last": True, "exception": "KeyboardInterrupt"}
+    kept.end(0, 1, CLOSED).stop(1, -2).stop(2)
+    diagnosis = kept.explain()
+    assert (diagnosis.kind, diagnosis.ranks) == ("interrupted", (1,))
+
+
+def test_nccl_has_a_record_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [{"profiling_name": str(time), "time_created_ns": time} for time in range(4)]
+    dumps = [
+        pickle.dumps({"version": "2.10", "entries": part}) for part in (entries[::2], entries[1::2])
+    ]
+    monkeypatch.setattr(torch_versions, "dump_flight_recorders", lambda: dumps)
+    assert pickle.loads(torch_recorder._dump()) == {"version": "2.10", "entries": entries}
+
+
+def test_nccl_ends_the_processes(kept: KeptJob) -> None:
+    """With an error in C++, which is not an exception of the rank."""
+    for rank in (0, 2):
+        kept.end(rank, -6, NCCL_TIMED_OUT, after=3.1)
+    diagnosis = kept.stop(1).explain()
+    assert (diagnosis.kind, diagnosis.ranks) == ("busy", (1,))
+    assert (
+        diagnosis.graph.moment == kept._dumps.entries[0][-1]["time_created_ns"] + 3 * SECOND - CLOCK
+    )
+
+
+def test_nccl_times_out_in_a_group_of_phalanx(kept: KeptJob) -> None:
+    other = kept.read().ranks[0]
+    pending = model.Operation(1, "barrier", 0, 1, begin=3)
+    own = model.Rank(
+        0,
+        other.pid,
+        clock=CLOCK,
+        groups=(model.Group(7, "0", 0, 3, (0, 1, 2), 1),),
+        open=(pending,),
+        operations=1,
+        start=model.Start(other.pid, 1.0, kept._dumps.time / SECOND + 4, -6, error=NCCL_TIMED_OUT),
+    )
+    (rank,) = end_failed_operations([merge(own, other)], {other.pid: other})
+    assert rank.open == (pending,)
+    assert [(each.kind, each.outcome) for each in rank.history] == [
+        ("broadcast", "ok"),
+        ("all_reduce", "timeout"),
+    ]
 
 
 def test_gloo_ends_the_process(kept: KeptJob) -> None:

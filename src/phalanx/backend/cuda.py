@@ -6,6 +6,8 @@ group's store, and ranks compare devices when they communicate. A build of torch
 overhead, since the methods are wrapped only in builds with CUDA. If the group's transport is
 "nccl", host memory is never used; its use is an error.
 
+The operations that NCCL carries out are in PyTorch's record, which `recorder.torch_recorder` keeps.
+
 The tests run without a GPU, with stand-ins for devices and for NCCL. On one H200 the module ran
 with NCCL at one rank, and through host memory with two; NCCL with several ranks has not run.
 """
@@ -16,7 +18,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -28,6 +30,7 @@ from phalanx.backend.instrumentation import FORMER_NAMES, find_method
 from phalanx.backend.operands import warn_once
 from phalanx.backend.work import CompositeWork
 from phalanx.errors import PeerLost, UsageError
+from phalanx.recorder import torch_recorder
 from phalanx.system.polling import attempts
 
 _log = logging.getLogger("phalanx")
@@ -40,7 +43,8 @@ class NcclChild:
     Args:
         store: The group's store. Keys begin with "phalanx/cuda/".
         rank: This process's rank in the group.
-        size: World size of the group.
+        name: The name of the NCCL group in PyTorch's record.
+        members: The group's ranks, by their numbers in the job.
         timeout: The timeout of NCCL's operations, and of the wait for the peers' devices.
         make_group: Creates the NCCL group; replaced in tests.
         has_gone: Returns whether a rank has ended.
@@ -50,15 +54,17 @@ class NcclChild:
         self,
         store: Any,
         rank: int,
-        size: int,
+        name: str,
+        members: Sequence[int],
         timeout: timedelta,
-        make_group: Callable[[Any, int, int, timedelta], Any] | None = None,
+        make_group: Callable[[NcclChild], Any] | None = None,
         has_gone: Callable[[int], bool] = lambda _rank: False,
     ) -> None:
-        self._store = store
-        self._rank = rank
-        self._size = size
-        self._timeout = timeout
+        self.store = store
+        self.rank = rank
+        self.name = name
+        self.members = members
+        self.timeout = timeout
         self._make_group = make_group or _make_nccl
         self._has_gone = has_gone
         self._lock = threading.Lock()
@@ -85,13 +91,14 @@ class NcclChild:
         """
         with self._lock:
             self._publish(device_id(device))
-            others = range(self._size) if peer is None else (self._rank, peer)
+            others = range(len(self.members)) if peer is None else (self.rank, peer)
             if not self._have_own_devices(others):
                 if self.required:
                     raise UsageError(self._describe_conflict(others))
                 return None
             if self._group is None:
-                self._group = self._make_group(self._store, self._rank, self._size, self._timeout)
+                self._group = self._make_group(self)
+                torch_recorder.add_group(self.name, self.members)
             return self._group
 
     def check_any_source(self, device: torch.device) -> None:
@@ -107,10 +114,10 @@ class NcclChild:
         """
         with self._lock:
             self._publish(device_id(device))
-            for peer in range(self._size):
-                if peer != self._rank and self._have_own_devices((self._rank, peer)):
+            for peer in range(len(self.members)):
+                if peer != self.rank and self._have_own_devices((self.rank, peer)):
                     raise UsageError(
-                        f"rank {self._rank}/{self._size}: recv of a CUDA tensor from any rank, but "
+                        f"{self._label}: recv of a CUDA tensor from any rank, but "
                         f"messages of rank {peer} go through NCCL, which has no such recv: name "
                         "the rank (src=...), or receive into a tensor on the CPU"
                     )
@@ -118,6 +125,7 @@ class NcclChild:
     def shutdown(self) -> None:
         """Leave the NCCL group, if there is one."""
         if self._group is not None:
+            torch_recorder.remove_group(self.name)
             self._group.shutdown()
 
     def abort(self) -> None:
@@ -128,7 +136,7 @@ class NcclChild:
     def _publish(self, device: str) -> None:
         if self._published is None:
             self._published = device
-            self._store.set(f"phalanx/cuda/{self._rank}", device)
+            self.store.set(f"phalanx/cuda/{self.rank}", device)
 
     def _describe_conflict(self, ranks: Iterable[int]) -> str:
         by_device: dict[str, list[int]] = {}
@@ -144,9 +152,11 @@ class NcclChild:
                 f"ranks {', '.join(map(str, sharing_ranks))} use one GPU ({device}): give each "
                 "rank one of its own, `tensor.to(f'cuda:{local_rank}')`"
             )
-        return (
-            f"rank {self._rank}/{self._size}: transport is 'nccl', but {conflict}; or choose 'gloo'"
-        )
+        return f"{self._label}: transport is 'nccl', but {conflict}; or choose 'gloo'"
+
+    @property
+    def _label(self) -> str:
+        return f"rank {self.rank}/{len(self.members)}"
 
     def _have_own_devices(self, ranks: Iterable[int]) -> bool:
         """Return whether these ranks each have a device of their own, and NCCL."""
@@ -157,21 +167,21 @@ class NcclChild:
         return "" not in devices and len(set(devices)) == len(devices)
 
     def _wait_for_device(self, rank: int) -> str:
-        key, seconds = f"phalanx/cuda/{rank}", self._timeout.total_seconds()
+        key, seconds = f"phalanx/cuda/{rank}", self.timeout.total_seconds()
         for _ in attempts(time.monotonic() + seconds):
-            if self._store.check([key]):
-                device: str = self._store.get(key).decode()
+            if self.store.check([key]):
+                device: str = self.store.get(key).decode()
                 return device
             if self._has_gone(rank):
                 raise PeerLost(
-                    f"rank {self._rank}/{self._size}: rank {rank} has ended before its first "
-                    "operation on a CUDA tensor",
+                    f"{self._label}: rank {rank} has ended before its first operation on a CUDA "
+                    "tensor",
                     ranks=[rank],
                 )
         raise dist.DistStoreError(
-            f"rank {self._rank}/{self._size}: rank {rank} has called no operation on a CUDA tensor "
-            f"within {seconds:g} s: the tensors of an operation must be on the same kind of device "
-            "on all ranks"
+            f"{self._label}: rank {rank} has called no operation on a CUDA tensor within "
+            f"{seconds:g} s: the tensors of an operation must be on the same kind of device on all "
+            "ranks"
         )
 
 
@@ -182,11 +192,14 @@ def device_id(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _make_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+def _make_nccl(child: NcclChild) -> Any:
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options._timeout = child.timeout
+    options.group_name = child.name
+    options.global_ranks_in_group = [*child.members]
     _log.info("every rank has a device of its own: CUDA tensors go to NCCL")
-    return dist.ProcessGroupNCCL(PrefixStore("phalanx/nccl/", store), rank, size, options)
+    store = PrefixStore("phalanx/nccl/", child.store)
+    return dist.ProcessGroupNCCL(store, child.rank, len(child.members), options)
 
 
 def find_cuda_tensor(arguments: Iterable[Any]) -> torch.Tensor | None:

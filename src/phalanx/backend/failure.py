@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from phalanx import _native
 from phalanx.backend import peer_state
 from phalanx.backend.operands import DTYPE_NAMES, OP_NAMES
+from phalanx.diagnosis import formatting
+from phalanx.diagnosis.model import Operation
 from phalanx.errors import (
     Aborted,
     CollectiveMismatch,
@@ -254,12 +256,6 @@ def describe_missing_rank(default_group: Any, member: int, claimant: str) -> str
     )
 
 
-def format_peer(kind: str, peer: int, tag: int) -> str:
-    """Return text for the peer and tag of a message; a negative `peer` means any rank."""
-    rank = f"rank {peer}" if peer >= 0 else "any rank"
-    return f"{'to' if kind == 'send' else 'from'} {rank} tag {tag}"
-
-
 def _describe_status(
     status: _native.Status, group: _native.Group, timeout: float
 ) -> tuple[type[PhalanxError], str]:
@@ -379,18 +375,18 @@ def _format_operation(fingerprint: _native.Fingerprint) -> str:
     kind = fingerprint.kind
     if kind == "none":
         return "no operation"
-    shape = f"{DTYPE_NAMES[fingerprint.dtype]}[{fingerprint.count}]"
-    if kind in ("send", "recv"):
-        # For messages, this field is the tag.
-        return f"{kind} {shape} {format_peer(kind, fingerprint.root, fingerprint.sequence)}"
-    number = f" #{fingerprint.sequence}" if fingerprint.sequence else ""
-    if kind == "barrier":
-        return f"barrier{number}"
+    has_tensor = kind not in ("barrier", "plan")
+    operation = Operation(
+        0,
+        kind,
+        group=-1,
+        sequence=fingerprint.sequence,
+        dtype=DTYPE_NAMES[fingerprint.dtype] if has_tensor else "",
+        count=fingerprint.count,
+        op=OP_NAMES[fingerprint.op] if fingerprint.op else "",
+    )
     if kind == "plan":
-        return f"plan{number} of {fingerprint.count} operations"
-    if kind == "all_to_all":
-        return f"all_to_all{number} {DTYPE_NAMES[fingerprint.dtype]}"
-    text = f"{kind}{number} {shape}"
-    if fingerprint.op:
-        text += f" {OP_NAMES[fingerprint.op]}"
-    return f"{text} root {fingerprint.root}" if fingerprint.root >= 0 else text
+        return f"{formatting.format_kind(operation)} of {fingerprint.count} operations"
+    if kind == "all_to_all":  # its sizes differ from rank to rank
+        return f"{formatting.format_kind(operation)} {operation.dtype}"
+    return formatting.format_call(operation, fingerprint.root)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from phalanx import _native
 from phalanx.backend import known_failures
 from phalanx.backend.call_site import call_site, short_site
-from phalanx.backend.failure import format_peer, left_group_error, status_error
+from phalanx.backend.failure import left_group_error, status_error
 from phalanx.backend.instrumentation import (
     OperatorCall,
     begin_event,
@@ -30,6 +30,7 @@ from phalanx.backend.operands import (
     warn_once,
 )
 from phalanx.backend.work import FinishedWork, MessageWork
+from phalanx.diagnosis.formatting import format_peer
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.torch_versions import is_profiling
 

@@ -275,7 +275,14 @@ class ProcessGroup(dist.ProcessGroup):
         self._membership = Membership(formed.native, rank, size, self._name, seconds, members)
         self._executor = CollectiveExecutor(self._membership)
         self._messages = Messages(self._membership, size)
-        self._nccl = NcclChild(formed.store, rank, size, timeout, has_gone=self._has_gone)
+        self._nccl = NcclChild(
+            formed.store,
+            rank,
+            f"{self._name} (NCCL)",
+            self._membership.members,
+            timeout,
+            has_gone=self._has_gone,
+        )
         self._nccl.required = self.transport == "nccl"
 
     def _has_gone(self, rank: int) -> bool:

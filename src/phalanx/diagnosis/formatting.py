@@ -101,20 +101,31 @@ def format_tensor(operation: Operation) -> str:
 
 def format_operation(graph: WaitForGraph, rank: int, operation: Operation) -> str:
     """Describe an operation of a rank: 'all_reduce #41 float32[1024] SUM in group "pair"'."""
-    parts = [format_kind(operation)]
     if operation.kind == "join":
-        return parts[0]
+        return format_kind(operation)
+    group = graph.ranks[rank].get_group(operation)
+    other = graph.get_global_rank(group, operation.peer)
+    text = format_call(operation, operation.peer if other is None else other)
+    return text + _format_group(graph, rank, group)
+
+
+def format_call(operation: Operation, peer: int) -> str:
+    """Describe an operation without its group: "recv float32[5] from rank 4 tag 7".
+
+    Args:
+        operation: The operation.
+        peer: The number of its root, or of the other rank of a message; negative for none or any.
+    """
+    parts = [format_kind(operation)]
     if operation.dtype:
         parts.append(format_tensor(operation))
     if operation.op:
         parts.append(escape(operation.op, 20))
-    group = graph.ranks[rank].get_group(operation)
-    other = graph.get_global_rank(group, operation.peer)
     if operation.is_message:
-        parts.append(_format_peer(operation, other))
-    elif operation.peer >= 0:
-        parts.append(f"root {operation.peer if other is None else other}")
-    return " ".join(parts) + _format_group(graph, rank, group)
+        parts.append(format_peer(operation.kind, peer, operation.sequence))
+    elif peer >= 0:
+        parts.append(f"root {peer}")
+    return " ".join(parts)
 
 
 def format_kind(operation: Operation) -> str:
@@ -132,16 +143,16 @@ def format_for_column(graph: WaitForGraph, rank: int, operation: Operation) -> s
     group = graph.ranks[rank].get_group(operation)
     text = format_kind(operation)
     if operation.is_message:
-        text += f" {_format_peer(operation, graph.get_global_rank(group, operation.peer))}"
+        other = graph.get_global_rank(group, operation.peer)
+        peer = operation.peer if other is None else other
+        text += f" {format_peer(operation.kind, peer, operation.sequence)}"
     return text + _format_group(graph, rank, group)
 
 
-def _format_peer(operation: Operation, other: int | None) -> str:
-    """Return the peer and the tag of a message: "to rank 3 tag 7"."""
-    number = operation.peer if other is None else other
-    end = "any rank" if operation.peer < 0 else f"rank {number}"
-    tag = f" tag {operation.sequence}" if operation.sequence else ""
-    return f"{'to' if operation.kind == 'send' else 'from'} {end}{tag}"
+def format_peer(kind: str, peer: int, tag: int) -> str:
+    """Return the peer and the tag of a message: "to rank 3 tag 7"; negative for any rank."""
+    end = "any rank" if peer < 0 else f"rank {peer}"
+    return f"{'to' if kind == 'send' else 'from'} {end}" + (f" tag {tag}" if tag else "")
 
 
 def _format_group(graph: WaitForGraph, rank: int, group: Group | None) -> str:

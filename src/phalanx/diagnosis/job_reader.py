@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.diagnosis import model
+from phalanx.diagnosis.exit_reasons import parse_group_error
 from phalanx.diagnosis.flight_recorders import build_rank
 from phalanx.diagnosis.torch_jobs import end_failed_operations, merge, read_kept
 from phalanx.diagnosis.wait_for_graph import LONGEST_LOOK
@@ -134,11 +135,11 @@ def read_job_directory(job: JobDirectory, history: int = HISTORY) -> model.Job:
     location = _JobLocation(job, description)
     kept: dict[int, model.Rank] = {}
     if job.list_torch_records():
-        kept = read_kept(job, {start.pid for start in launcher_log.starts.values()}, problems)
+        started = {start.pid for start in launcher_log.starts.values()}
+        kept = read_kept(job, started | {recorder["pid"] for recorder in recorders}, problems)
     ranks = _build_ranks(size, recorders, launcher_log, unreadable, kept, location)
     if kept:
-        own = {int(recorder["pid"]) for recorder in recorders}
-        ranks = end_failed_operations(ranks, kept.keys() - own)
+        ranks = end_failed_operations(ranks, kept)
     problems += [
         f"{get_recorder_name(recorder['pid'])} belongs to rank {recorder['rank']}, "
         f"but the job has {size} ranks"
@@ -334,7 +335,7 @@ def _build_ranks(
                 host=location.host,
                 problem=unreadable.pop(start.pid, ""),
             )
-            rank = _add_exception(rank, start)
+            rank = _add_exception(rank, start, launcher_log.first_end)
         ranks.append(replace(rank, process=_find_process(rank, location)))
     return tuple(ranks)
 
@@ -349,14 +350,20 @@ def _find_moment(now: int, ranks: Iterable[model.Rank]) -> int:
     return min([now, *(time for time in looks if now - time < LONGEST_LOOK)])
 
 
-def _add_exception(rank: model.Rank, start: model.Start) -> model.Rank:
-    """Return a rank that its exception has ended: as kept, or as the end of its stderr has it."""
-    has_failed = start.code != 0 and not start.stopped
+def _add_exception(rank: model.Rank, start: model.Start, first_end: float) -> model.Rank:
+    """Return a rank that its exception has ended: as kept, or as the end of its stderr has it.
+
+    A rank may have been ending by itself before the end of another, for which its launcher has
+    stopped it.
+    """
+    is_early = 0 < rank.ended < first_end * 1e9 - rank.clock
+    is_own = is_early and rank.exception and not parse_group_error(rank.exception)
+    has_failed = start.code != 0 and (is_own or not start.stopped)
     rank = replace(rank, exception=(rank.exception or start.error) if has_failed else "")
     if not rank.exception or _CPP_ERROR.match(rank.exception):  # C++ code raises a signal
         return rank
-    ended = int((start.ended or 0.0) * 1e9) - rank.clock if rank.clock else 0
-    return replace(rank, ending="failed", ended=max(0, ended))
+    # Its process may have ended much later: Gloo lets pending operations time out first.
+    return replace(rank, ending="failed", ended=rank.ended or rank.logged_end)
 
 
 def _find_process(rank: model.Rank, location: _JobLocation) -> model.Process | None:
@@ -392,6 +399,12 @@ class _LauncherLog:
     attempt: int = 0
     world_size: int = 0
     code: int | None = None
+
+    @property
+    def first_end(self) -> float:
+        """When a rank first ended that the launcher had not stopped; in Unix seconds, 0 if none."""
+        ends = [start.ended for start in self.starts.values() if not start.stopped]
+        return min((time for time in ends if time is not None), default=0.0)
 
 
 def _read_description(job: JobDirectory, problems: list[str]) -> _JobDescription:

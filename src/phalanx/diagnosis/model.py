@@ -235,6 +235,12 @@ class Rank:
         return self.process is not None and self.process.state in ("gone", "zombie")
 
     @property
+    def logged_end(self) -> int:
+        """The time at which its launcher saw its end; 0 if that is unknown."""
+        ended = None if self.start is None else self.start.ended
+        return max(0, int(ended * 1e9) - self.clock) if ended is not None and self.clock else 0
+
+    @property
     def last_step(self) -> int | None:
         """The last step that the rank reported; None if there is none."""
         return next((report.step for report in reversed(self.reports) if report.step >= 0), None)

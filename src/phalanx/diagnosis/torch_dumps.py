@@ -21,6 +21,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.usage_errors import UsageError
@@ -30,11 +31,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HISTORY = 256
-"""The number of operations of a rank that are read, the newest."""
+"""The number of operations of a rank that are read, the newest; fewer of many ranks."""
 MAX_BYTES = 1 << 28
 """The size of the largest file that is read."""
 PEERS = ("send", "recv")
 
+_MOST_OPERATIONS = 1 << 16
+"""The number of operations of all ranks that are read, at most."""
+_SHORTEST_HISTORY = 32
 _MANY_FILES = 32
 """The number of files from which on they are read by several processes."""
 _MAX_RANKS = 1 << 16
@@ -127,6 +131,7 @@ class Dump:
         groups: The groups of the entries, in the order of their use; an entry has an index of it.
         counts: The number of collectives that the rank has begun in each of these groups.
         total: The number of entries in the dump.
+        ended: The time at which the rank ended, if this is its last record; 0 if it is not.
     """
 
     rank: int
@@ -135,6 +140,7 @@ class Dump:
     groups: list[Group] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     total: int = 0
+    ended: int = 0
 
     def find_group(self, name: str, members: Mapping[str, tuple[int, ...]]) -> int:
         """Return the index of a group, which is added with its members if it is new."""
@@ -193,25 +199,26 @@ def find_files(path: Path) -> dict[int, Path]:
 def start_reading(files: Mapping[int, Path]) -> Iterator[Dump | str]:
     """Start to read files; the results are the dump in each file, or what is wrong with it."""
     cores = len(os.sched_getaffinity(0))
+    history = max(_SHORTEST_HISTORY, min(HISTORY, _MOST_OPERATIONS // len(files)))
     # A copy of a process with several threads may wait for locks of threads that it doesn't have.
     if len(files) < _MANY_FILES or cores == 1 or threading.active_count() > 1:
-        return map(_read_file, files, files.values())
+        return map(_read_file, files, files.values(), repeat(history))
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
     pool = ProcessPoolExecutor(cores, get_context("fork"), gc.disable)
-    found = pool.map(_read_file, files, files.values(), chunksize=8)
+    found = pool.map(_read_file, files, files.values(), repeat(history), chunksize=8)
     pool.shutdown(wait=False)  # its processes end when all files have been read
     return found
 
 
-def _read_file(rank: int, file: Path) -> Dump | str:
+def _read_file(rank: int, file: Path, history: int) -> Dump | str:
     """Return the dump in a file, or what is wrong with the file."""
     try:
         status = file.stat()
         if status.st_size > MAX_BYTES:
             return f"it has {status.st_size} B, and at most {MAX_BYTES} are read"
-        return parse_dump(rank, status.st_mtime_ns, decode(file.read_bytes()))
+        return parse_dump(rank, status.st_mtime_ns, decode(file.read_bytes()), history=history)
     except (OSError, ValueError) as error:
         return str(error)
 
@@ -247,6 +254,7 @@ def parse_dump(
     written: int,
     content: Mapping[str, Any],
     members: Mapping[str, tuple[int, ...]] | None = None,
+    history: int = HISTORY,
 ) -> Dump:
     """Return the dump of a rank.
 
@@ -255,13 +263,22 @@ def parse_dump(
         written: The time up to which the dump is complete, in Unix nanoseconds.
         content: What `decode` returns.
         members: The ranks of each group by its name, if the dump does not have them.
+        history: The number of operations that are read. Earlier ones only show how many collectives
+            there were in each group.
 
     Raises:
         ValueError: It is damaged.
     """
     dump = Dump(rank, written, total=len(content["entries"]))
     members = members or _parse_members(content.get("pg_config"))
-    first = max(0, dump.total - HISTORY)
+    first = max(0, dump.total - history)
+    try:
+        earlier = content["entries"][:first]
+        counts = {values["process_group"][0]: values["collective_seq_id"] for values in earlier}
+        for name, count in counts.items():
+            dump.counts[dump.find_group(str(name), members)] = int(count)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ValueError(f"its first {first} entries are damaged ({error!r})") from None
     for number, values in enumerate(content["entries"][first:], first + 1):
         try:
             group = dump.find_group(str(values["process_group"][0]), members)

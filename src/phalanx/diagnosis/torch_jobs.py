@@ -47,7 +47,8 @@ _UNIX_CLOCK = 1
 """The clock of dumps, whose times are Unix time: a nanosecond, since 0 means that it is unknown."""
 _DEFAULT_GROUP = "0"
 _OUTCOMES = {"PeerLost": "peer_lost", "CollectiveTimeout": "timeout"}
-_TIMEOUT = re.compile(r"\bTimed out waiting (\d{1,12})ms\b")
+_TIMEOUT = re.compile(r"\b(?:Timed out waiting (\d{1,12})ms\b|Timeout\(ms\)=(\d{1,12})\b)")
+"""The time that an operation had, as Gloo and NCCL tell it."""
 _SAME_INPUTS = frozenset(
     {
         *("all_reduce", "broadcast", "reduce", "barrier", "gather"),
@@ -134,7 +135,7 @@ def read_kept(
         wanted: The pids of the processes of its ranks, one of each rank.
         problems: A list to which a description of each unreadable file is appended.
     """
-    dumps, clocks, pids, exceptions = [], {}, {}, {}
+    dumps, clocks, pids, exceptions = {}, {}, {}, {}
     for pid, name in job.list_torch_records().items():
         if pid not in wanted:
             continue
@@ -150,19 +151,22 @@ def read_kept(
             problems.append(f"{name} cannot be read: {error}")
             continue
         clocks[dump.rank], pids[dump.rank] = clock, pid
-        dumps.append(dump)
-    ranks = _build_ranks(dumps, clocks, ()) if dumps else {}
-    times = {dump.rank: dump.written for dump in dumps}
+        dumps[dump.rank] = dump
+    ranks = _build_ranks([*dumps.values()], clocks, ()) if dumps else {}
     return {
         pids[number]: replace(
-            rank, pid=pids[number], recorded=times[number], exception=exceptions[number]
+            rank,
+            pid=pids[number],
+            recorded=dumps[number].written,
+            exception=exceptions[number],
+            ended=dumps[number].ended,
         )
         for number, rank in ranks.items()
     }
 
 
 def end_failed_operations(
-    ranks: Sequence[model.Rank], pids: Container[int]
+    ranks: Sequence[model.Rank], kept: Mapping[int, model.Rank]
 ) -> tuple[model.Rank, ...]:
     """Return the ranks of a job, in which operations have ended with the ranks that they failed.
 
@@ -171,45 +175,62 @@ def end_failed_operations(
 
     Args:
         ranks: The ranks.
-        pids: The processes of those that have no other record.
+        kept: What `read_kept` has returned.
     """
+    foreign = {group.identity for rank in kept.values() for group in rank.groups}
     left = {g.identity: g.left_time for rank in ranks for g in rank.groups if g.left}
     done: dict[int, int] = {}
     for each in (group for rank in ranks for group in rank.groups):
         done[each.identity] = min(done.get(each.identity, each.sequence), each.sequence)
     return tuple(
-        _end_failed_operations(rank, left, done) if rank.pid in pids else rank for rank in ranks
+        _end_failed_operations(rank, foreign, left, done) if rank.pid in kept else rank
+        for rank in ranks
     )
 
 
 def _end_failed_operations(
-    rank: model.Rank, left: Mapping[int, int], done: Mapping[int, int]
+    rank: model.Rank, foreign: Container[int], left: Mapping[int, int], done: Mapping[int, int]
 ) -> model.Rank:
     was_stopped = rank.start is not None and rank.start.stopped
-    error = rank.start.error if was_stopped and rank.start is not None else rank.exception
+    was_stopped |= rank.exception.startswith("KeyboardInterrupt")
+    is_silent = was_stopped or not rank.exception
+    error = rank.start.error if is_silent and rank.start is not None else rank.exception
     outcome = _OUTCOMES.get(parse_group_error(error))
     if outcome is None and not was_stopped:
         return rank
-    history, pending = rank.history, rank.open
-    if not pending and history and history[-1].outcome == "ok":
+    history = rank.history
+    pending = tuple(each for each in rank.open if _is_in(rank, each, foreign))
+    others = tuple(each for each in rank.open if each not in pending)
+    if (
+        not pending
+        and history
+        and history[-1].outcome == "ok"
+        and _is_in(rank, history[-1], foreign)
+    ):
         last, group = history[-1], rank.get_group(history[-1])
         is_lacking = outcome and group is not None and done[group.identity] < last.sequence
         # Retired when it failed: not all have called it, or it has the call site of one that is
         # pending.
         if is_lacking or last.site:
             history, pending = history[:-1], (replace(last, end=0),)
-    if was_stopped or outcome is None:  # it was pending until then
-        return replace(rank, history=history, open=pending)
+    limit = _TIMEOUT.search(error)
+    if outcome is None or (was_stopped and limit is None):  # it was pending until then
+        return replace(rank, history=history, open=(*others, *pending))
     failed = []
     for operation in pending:
         group = rank.get_group(operation)
         has_left = outcome == "peer_lost" and group is not None and group.identity in left
         found = "left" if has_left else outcome
-        end = rank.ended
-        if limit := _TIMEOUT.search(error):  # the rank may have ended much later
-            end = min(end, operation.begin + int(limit[1]) * 1_000_000)
+        end = rank.ended or rank.logged_end
+        if limit is not None:  # the rank may have ended, or been stopped, much later
+            end = min(end, operation.begin + int(limit[1] or limit[2]) * 1_000_000)
         failed.append(replace(operation, end=end, outcome=found))
-    return replace(rank, open=(), history=(*history, *failed))
+    return replace(rank, open=others, history=(*history, *failed))
+
+
+def _is_in(rank: model.Rank, operation: model.Operation, groups: Container[int]) -> bool:
+    group = rank.get_group(operation)
+    return group is not None and group.identity in groups
 
 
 def merge(own: model.Rank, kept: model.Rank) -> model.Rank:
@@ -245,6 +266,7 @@ def _parse_kept(head: Any, data: bytes, as_of: int) -> tuple[Dump, int]:
     dump.groups = [
         replace(each, left=int(left.get(each.name, -clock)) + clock) for each in dump.groups
     ]
+    dump.ended = dump.written if head["is_last"] else 0
     if head["call"] is not None:
         _add_call(dump, head["call"], int(head["time"]) + clock, members, bool(head["is_last"]))
     _shift(dump, -clock)
@@ -324,6 +346,7 @@ def _is_steady(differences: Sequence[int]) -> bool:
 def _shift(dump: Dump, time: int) -> None:
     if time:
         dump.written += time
+        dump.ended += dump.ended and time
         dump.groups = [replace(each, left=each.left and each.left + time) for each in dump.groups]
         dump.entries = [
             each._replace(begin=each.begin + time, end=each.end + time if each.end else 0)
@@ -424,6 +447,7 @@ def _build_rank(
             not entry.end
             and found.count == len(members.get(key[0], ()))
             and dump.written - found.last < LONG_WAIT
+            and not 0 < dump.ended < found.last
         ):  # it was about to end
             ends[entry.number] = found.last, "ok"
     operations = []

@@ -365,7 +365,8 @@ class WaitForGraph:
         if self.is_running:
             return self.job.now
         ended = [status for status in self.exits.values() if status.time]
-        exits = [status.time for status in ended if status.is_own_failure]
+        began = [each for each in ended if each.is_own_failure or each.reason == "interrupted"]
+        exits = [status.time for status in began]
         exits = exits or [status.time for status in ended if status.is_external]
         # Operations that were cut short by this were under way until then.
         cut = [failure.operation.end for failure in self.failures.values()]

@@ -1,11 +1,11 @@
 """The records of groups on other backends: PyTorch's Flight Recorder, kept in the job's directory.
 
-A thread of each rank of `phalanx run` and `phalanx.launch` glances at the main thread four times a
-second, and more often at first. It writes PyTorch's record of the collectives to a file every two
-seconds, when the main thread has come to wait in a call of torch.distributed or waits no more, and
-when the process exits. That takes at most a hundredth of the time, as long as a record takes less
-than 40 ms. The file outlives the process, and its time is that of the last look.
-`diagnosis.torch_jobs` reads it.
+A thread of each rank of `phalanx run` and `phalanx.launch`, and of each rank whose CUDA tensors go
+from a group of Phalanx to NCCL, glances at the main thread four times a second, and more often at
+first. It writes PyTorch's record of the collectives to a file every two seconds, when the main
+thread has come to wait in a call of torch.distributed or waits no more, and when the process exits.
+That takes at most a hundredth of the time, as long as a record takes less than 40 ms. The file
+outlives the process, and its time is that of the last look. `diagnosis.torch_jobs` reads it.
 
 The call of the main thread says what PyTorch's record lacks: where a pending operation was called,
 what a send or recv on Gloo waits for, and which group is being formed. The stacks in PyTorch's own
@@ -30,6 +30,7 @@ from phalanx import env
 from phalanx.recorder.job_directory import JobDirectory, get_torch_record_name
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import FrameType
 
 VERSION = 3
@@ -55,13 +56,41 @@ _C10D = os.path.join("distributed", "distributed_c10d.py")
 _PEERS = {"send": "dst", "recv": "src"}
 _ROOTS = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
 
+_started = 0
+"""The process whose thread has been started: not one that is a copy of it."""
+_hidden_groups: dict[str, list[int]] = {}
+"""The ranks of the groups that are not in PyTorch's tables, by name."""
+
 
 def start() -> None:
-    """Start the thread, in a rank of a launcher of Phalanx; called at `import torch`."""
+    """Start the thread, if that has not been done.
+
+    Called at `import torch` in a rank of a launcher of Phalanx.
+    """
+    global _started  # noqa: PLW0603
+    if _started == os.getpid():
+        return
+    _started = os.getpid()
     recorder = _TorchRecorder()
     # Exit handlers run in the reverse order: those of torch and of the program run before this one.
     atexit.register(recorder.finish)
     threading.Thread(target=recorder.run, name="phalanx-torch-recorder", daemon=True).start()
+
+
+def add_group(name: str, ranks: Sequence[int]) -> None:
+    """Keep the records of a group that is not in PyTorch's tables: NCCL's in a group of Phalanx.
+
+    Args:
+        name: The name of the group in PyTorch's record.
+        ranks: Its ranks, by their numbers in the job.
+    """
+    _hidden_groups[name] = [*ranks]
+    start()
+
+
+def remove_group(name: str) -> None:
+    """Note that this process has left a group that `add_group` has added."""
+    _hidden_groups.pop(name, None)
 
 
 class _TorchRecorder:
@@ -144,7 +173,7 @@ class _TorchRecorder:
         """Look which groups there are; if that has changed, a record is due."""
         from phalanx import torch_versions  # torch has been imported by now
 
-        present = torch_versions.foreign_groups()
+        present = {**torch_versions.foreign_groups(), **_hidden_groups}
         new = {name: ranks for name, ranks in present.items() if self._groups.get(name) != ranks}
         gone = self._groups.keys() - present.keys() - self._left.keys()
         for name in new:
@@ -189,9 +218,7 @@ class _TorchRecorder:
 
     def _find_default_group(self) -> bool:
         """Return whether the rank was in a group that no glance has seen, and add that group."""
-        from phalanx import torch_versions
-
-        dump = torch_versions.dump_flight_recorder()
+        dump = _dump()
         entries = pickle.loads(dump)["entries"] if dump else ()
         is_used = any(entry["process_group"][0] == _DEFAULT_GROUP for entry in entries)
         directory = self._open() if is_used else None
@@ -209,9 +236,7 @@ class _TorchRecorder:
         Raises:
             OSError: The file cannot be written.
         """
-        from phalanx import torch_versions
-
-        dump = torch_versions.dump_flight_recorder()
+        dump = _dump()
         found = {**self._groups}, {**self._left}, dump, call, is_last
         if (directory := self._open()) is None:
             return
@@ -242,12 +267,37 @@ class _TorchRecorder:
             except ValueError:  # malformed: the first group of Phalanx says so
                 job = rank = base = None
             if job in (None, env.NO_JOB) or rank is None or base is None:
-                self._is_over = True
-                return None
+                return self._open_without_launcher()
             directory = JobDirectory(base, str(job))
             directory.lock_shared()
             self._directory, self._rank = directory, rank
         return self._directory
+
+    def _open_without_launcher(self) -> JobDirectory | None:
+        """Return the directory of a job whose ranks have agreed on it when they formed a group."""
+        import torch.distributed as dist
+
+        from phalanx.recorder.flight_recorder import get_job_directory
+
+        self._directory = get_job_directory() if _hidden_groups else None
+        if self._directory is None:
+            self._is_over = True
+        else:
+            self._rank = dist.get_rank()
+        return self._directory
+
+
+def _dump() -> bytes:
+    """Return PyTorch's records as one pickle, the earliest collective first."""
+    from phalanx import torch_versions
+
+    dumps = torch_versions.dump_flight_recorders()
+    if len(dumps) < 2:
+        return dumps[0] if dumps else b""
+    contents: list[dict[str, Any]] = [pickle.loads(dump) for dump in dumps]
+    entries = [entry for content in contents for entry in content["entries"]]
+    entries.sort(key=lambda entry: int(entry["time_created_ns"]))
+    return pickle.dumps({**contents[0], "entries": entries})
 
 
 def find_call(frame: FrameType | None) -> tuple[dict[str, Any] | None, tuple[int, int] | None]:
@@ -269,11 +319,20 @@ def find_call(frame: FrameType | None) -> tuple[dict[str, Any] | None, tuple[int
         if code.co_filename == torch + _C10D:
             call = frame
         elif call is not None and not code.co_filename.startswith(torch):
+            if not _is_recorded_here(call):
+                return None, None
             site = f"{code.co_filename}:{frame.f_lineno}"
             position = id(call), call.f_lasti
             return {"name": call.f_code.co_name, "site": site, **_describe_call(call)}, position
         frame = frame.f_back
     return None, None
+
+
+def _is_recorded_here(call: FrameType) -> bool:
+    """Return whether a call is on a group of another backend, or may form one."""
+    from phalanx import torch_versions
+
+    return call.f_code.co_name in JOINS or torch_versions.is_foreign(call.f_locals.get("group"))
 
 
 def _describe_call(call: FrameType) -> dict[str, Any]:

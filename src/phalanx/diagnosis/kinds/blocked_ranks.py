@@ -19,7 +19,7 @@ from phalanx.diagnosis.kinds.diagnosis import (
     build_sides,
     suggest_stack_dump,
 )
-from phalanx.diagnosis.kinds.mismatches import UNAWAITED, UnreceivedMessage, UnsentMessage
+from phalanx.diagnosis.kinds.mismatches import UnreceivedMessage, UnsentMessage, suggest_waiting
 from phalanx.diagnosis.wait_for_graph import LONG_WAIT, LONGEST_LOOK
 from phalanx.system.escape import escape
 
@@ -169,8 +169,10 @@ class FinishedRank(MissingRank):
     )
 
     def describe_cause(self) -> list[str]:
-        rank = self.ranks[0]
+        rank, failure = self.ranks[0], self.graph.first_failure
         group = next((side.group for side in self.waiting if side.group is not None), None)
+        if group is None and failure is not None:  # of an operation that nobody waited for
+            group = failure.group
         own = self.graph.find_group_record(rank, group)
         did = f"reached the end of {self.possessive} script"
         since = self.since
@@ -189,10 +191,8 @@ class FinishedRank(MissingRank):
         if all(self.graph.never_joined(number) for number in self.ranks):
             return super().suggest_fixes()
         waits = [side.operation for side in self.waiting if side.operation is not None]
-        # Records of PyTorch do not show whether it has called `isend` or `irecv`.
-        is_unknown = any(self.graph.ranks[number].recorded for number in self.ranks)
-        is_message = is_unknown and any(each.is_message for each in waits)
-        return [*self.fixes, *([UNAWAITED] if is_message else [])]
+        is_message = any(each.is_message for each in waits)
+        return [*self.fixes, *(suggest_waiting(self.graph) if is_message else ())]
 
 
 class RankOnOtherHost(Diagnosis):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from phalanx.diagnosis.model import Group, Operation, Rank
     from phalanx.diagnosis.wait_for_graph import WaitForGraph
 
-UNAWAITED = (
+_UNAWAITED = (
     "Wait for the work that `isend` and `irecv` return before the script ends or leaves the group: "
     "`work = dist.isend(...)`, later `work.wait()`. Until then the transfer is not complete."
 )
@@ -180,10 +180,8 @@ class UnsentMessage(Diagnosis):
         return texts
 
     def suggest_fixes(self) -> list[str]:
-        source = self.graph.ranks[self.sides[-1].ranks[0]]
-        # Records of PyTorch do not show whether it has called `isend` or `irecv`.
-        is_unknown = self.exit_status.has_finished and source.recorded > 0
-        return [*self.fixes, *([UNAWAITED] if is_unknown else [])]
+        has_ended = self.exit_status.has_finished
+        return [*self.fixes, *(suggest_waiting(self.graph) if has_ended else ())]
 
     def describe_elsewhere(self, side: Side) -> str:
         """Return that a side is not in the operation that matches, with its location."""
@@ -211,7 +209,7 @@ class UnawaitedMessage(Diagnosis):
     """A rank ended or left before its own message was complete."""
 
     kind = "unawaited"
-    fixes = (UNAWAITED,)
+    fixes = (_UNAWAITED,)
 
     @classmethod
     def detect(cls, graph: WaitForGraph) -> Diagnosis | None:
@@ -299,6 +297,14 @@ def _find_minority_callers(sides: tuple[Side, ...]) -> tuple[int, ...]:
 
 
 # Messages.
+
+
+def suggest_waiting(graph: WaitForGraph) -> list[str]:
+    """Return advice on messages that ranks which have ended may have begun with `isend` or `irecv`.
+
+    Records of PyTorch, if the job has any, do not show such calls.
+    """
+    return [_UNAWAITED] if any(rank.recorded for rank in graph.ranks.values()) else []
 
 
 def find_incomplete_messages(graph: WaitForGraph, number: int) -> list[Operation]:
