@@ -89,7 +89,8 @@ def main() -> None:
                 passed, size, text = measure(command)
                 seconds[name].append(passed)
                 memory[name].append(size)
-                named[name] = f"ank {missing} has been in its own code" in text
+                texts = f"Rank {missing} has been in its own code", f"missing ranks: {{{missing}}}"
+                named[name] = any(each in text for each in texts)
                 print(f"{name}: {passed:.1f} s, {size:.0f} MiB, names the rank: {named[name]}")
                 print(f"  {text[:400]!r}")
     if options.output is not None:

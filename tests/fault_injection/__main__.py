@@ -338,8 +338,10 @@ def matrix_command(
     if unknown:
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; known: {', '.join(matrix.CASES)}")
     is_own = backend == "phalanx"
-    known = [name for name, each in matrix.CASES.items() if is_own or each.is_general]
-    chosen = [matrix.CASES[name] for name in case or known]
+    existing = [each for each in matrix.CASES.values() if is_own or each.is_general]
+    if dumps:  # there is no launcher that could be disturbed
+        existing = [each for each in existing if each.disturb is None]
+    chosen = [matrix.CASES[name] for name in case] if case else existing
     trials = []
     if dumps and is_own:
         raise typer.BadParameter("dumps are those of another backend: add --backend gloo")

@@ -8,10 +8,12 @@ them.
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -128,14 +130,23 @@ def get_backend() -> str:
     return os.environ.get(BACKEND, "phalanx")
 
 
-def write_dumps(folder: str) -> None:
-    """Write a dump four times a second, as a watchdog does at a timeout."""
+def write_dumps(folder: str, has_failed: threading.Event) -> None:
+    """Write a dump four times a second, the last of which is that of a watchdog.
+
+    Args:
+        folder: The directory of the dumps.
+        has_failed: Set when the last collective has failed since a peer was lost. It stays in the
+            dump, as on NCCL; Gloo takes it for ended.
+    """
     from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
 
     name = os.path.join(folder, f"rank{os.environ['RANK']}")
 
     def write() -> None:
-        Path(f"{name}.part").write_bytes(_dump_fr_trace(True, False, False))
+        content = pickle.loads(_dump_fr_trace(True, False, False))
+        if has_failed.is_set() and content["entries"]:
+            content["entries"][-1]["retired"] = False
+        Path(f"{name}.part").write_bytes(pickle.dumps(content))
         os.replace(f"{name}.part", name)
 
     def run() -> None:
@@ -151,17 +162,28 @@ def main(name: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from phalanx.diagnosis.exit_reasons import parse_group_error
     from tests.fault_injection.matrix import CASES
 
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
     case = CASES[name]
+    has_failed = threading.Event()
     if folder := os.environ.get(DUMPS):
-        write_dumps(folder)
+        write_dumps(folder, has_failed)
     if case.forms:
         dist.init_process_group(get_backend(), timeout=timedelta(seconds=case.timeout))
         dist.all_reduce(torch.ones(8))
-    case.body(int(os.environ["RANK"]))
+    try:
+        case.body(int(os.environ["RANK"]))
+    except RuntimeError as error:
+        if not folder or not parse_group_error(f"RuntimeError: {error}"):
+            raise
+        # NCCL does not notice the loss of a peer. Gloo's record has no messages.
+        frames = traceback.extract_tb(error.__traceback__)
+        if not {"send", "recv"} & {frame.name for frame in frames}:
+            has_failed.set()
+        sleep_until_killed()
     if dist.is_initialized():
         dist.destroy_process_group()
 

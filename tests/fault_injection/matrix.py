@@ -2,6 +2,9 @@
 
 A case is right if `phalanx explain --json` names exactly the ranks at fault, states the cause and
 gives fitting advice. A job that hangs is judged twice: while it hangs, and after Ctrl-C.
+
+With dumps alone, the job is judged once, some seconds after the fault, as by the dumps of a
+watchdog. Its ranks have no launcher, and hang when a peer is lost, as on NCCL (see `faults.main`).
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +25,7 @@ from typing import Any
 from phalanx.diagnosis.explain import as_json
 from phalanx.diagnosis.job_reader import read_job_directory
 from phalanx.diagnosis.torch_jobs import read_dumps
+from phalanx.launcher.store import host_store, rank_variables
 from phalanx.recorder.job_directory import JobDirectory, list_job_names
 from tests import copies
 from tests.fault_injection import fault_collectives, fault_deaths, fault_programs, fault_waits
@@ -35,6 +40,8 @@ _COMMAND = (copies.PHALANX,)
 _START, _FIND, _END = 240.0, 30.0, 240.0
 # Seconds by which the reported time of a death may precede or follow the fault.
 _EARLY, _LATE = 0.1, 5.0
+_WATCHDOG = 4.0
+"""The time from a fault to the dumps by which it is judged, in seconds."""
 _DEATHS = ("killed", "exited", "failed")
 _UNSEEN_BY_DUMPS = (*_DEATHS, "finished", "interrupted", "stopped", "missing")
 """The kinds that dumps cannot tell from one another, nor from a rank in its own code."""
@@ -147,12 +154,15 @@ def run(case: Case, folder: Path, backend: str = "phalanx", *, uses_dumps: bool 
     base = folder / case.name
     (base / "dumps").mkdir(parents=True)
     trial, begin = Trial(case, str(base), backend, uses_dumps), time.monotonic()
-    with _start_job(trial) as process:
-        try:
-            _watch_job(trial, process)
-        except (TimeoutError, subprocess.TimeoutExpired) as error:
-            trial.names_ranks = False
-            trial.wrong.append(str(error))
+    try:
+        if uses_dumps:
+            _judge_dumps(trial)
+        else:
+            with _start_job(trial) as process:
+                _watch_job(trial, process)
+    except (TimeoutError, subprocess.TimeoutExpired) as error:
+        trial.names_ranks = False
+        trial.wrong.append(str(error))
     trial.seconds = time.monotonic() - begin
     return trial
 
@@ -167,9 +177,6 @@ def _watch_job(trial: Trial, process: subprocess.Popen[str]) -> None:
     if case.disturb is not None:
         case.disturb(process)
     process.communicate(timeout=_END)
-    if trial.uses_dumps:
-        trial.judge(as_json(read_dumps(trial.dumps)), "at the end")
-        return
     done = subprocess.run(
         [*_COMMAND, "explain", "--json"],
         capture_output=True,
@@ -183,6 +190,29 @@ def _watch_job(trial: Trial, process: subprocess.Popen[str]) -> None:
     trial.judge(json.loads(done.stdout), "at the end")
 
 
+def _judge_dumps(trial: Trial) -> None:
+    store, size = host_store(), trial.case.size
+    command = [sys.executable, "-m", "tests.fault_injection.faults", trial.case.name]
+    ranks = [
+        subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=_ROOT,
+            env={**_environment(trial), **rank_variables(rank, size, store.port)},
+        )
+        for rank in range(size)
+    ]
+    try:
+        _until(lambda: fault_time(trial.mark), _START, "the fault")
+        time.sleep(max(0.0, fault_time(trial.mark) + _WATCHDOG - time.time()))
+        trial.judge(as_json(read_dumps(trial.dumps)), "from the dumps")
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
 def _explain_hanging(trial: Trial) -> Mapping[str, Any]:
     """Return the first right explanation of a job that hangs, or the last one."""
     explanation: Mapping[str, Any] = {}
@@ -190,8 +220,7 @@ def _explain_hanging(trial: Trial) -> Mapping[str, Any]:
     def is_right() -> bool:
         nonlocal explanation
         with JobDirectory(trial.jobs, list_job_names(trial.jobs)[0]) as job:
-            found = read_dumps(trial.dumps) if trial.uses_dumps else read_job_directory(job)
-        explanation = as_json(found)
+            explanation = as_json(read_job_directory(job))
         attempt = replace(trial, wrong=[])
         attempt.judge(explanation, "alive")
         return attempt.right
@@ -233,5 +262,5 @@ def _start_job(trial: Trial) -> Iterator[subprocess.Popen[str]]:
 def _environment(trial: Trial) -> dict[str, str]:
     variables = {"PHALANX_JOBS_DIR": trial.jobs, MARK: trial.mark, BACKEND: trial.backend}
     if trial.uses_dumps:
-        variables[DUMPS] = trial.dumps
+        variables |= {DUMPS: trial.dumps, "TORCH_FR_BUFFER_SIZE": "200"}
     return {**os.environ, **variables}

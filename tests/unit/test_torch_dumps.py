@@ -68,6 +68,34 @@ def test_groups_in_another_order(job: DumpBuilder, tmp_path: Path) -> None:
     assert "rank 0 is in all_reduce #2 float32[8] in group" in diagnosis.describe()[0]
 
 
+def make_gloo_job(size: int) -> DumpBuilder:
+    """Return a job with a group `1` whose members are unknown, as in dumps of Gloo."""
+    job = DumpBuilder(size, "gloo")
+    job.add_group("1", [])
+    for config in job.config.values():
+        config["ranks"] = "[]"
+    return job.call(range(size), done=True)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_group_of_which_nobody_else_is_known(tmp_path: Path, first: bool) -> None:
+    job = make_gloo_job(4)
+    if first:  # rank 1 is in its own code, and rank 2 waits for it
+        job.call([2], group="1", line=20).call([0, 3], line=21)
+    else:
+        job.call([0, 3], line=21).call([2], group="1", line=20)
+    diagnosis = explain(job, tmp_path)
+    assert (diagnosis.kind, diagnosis.ranks) == ("busy", (1,))
+
+
+def test_a_cycle_through_a_group_whose_members_are_unknown(tmp_path: Path) -> None:
+    job = make_gloo_job(4).call([2], group="1", line=20).call([0, 1, 3], line=21)
+    diagnosis = explain(job, tmp_path)
+    assert diagnosis.kind == "order"
+    assert 2 in diagnosis.ranks
+    assert "waits for some of ranks 0, 1, 3" in as_text(read_dumps(str(tmp_path)))
+
+
 def test_a_message_that_nobody_sends(job: DumpBuilder, tmp_path: Path) -> None:
     diagnosis = explain(job.call([1], "recv 1<-3", line=30), tmp_path)
     assert (diagnosis.kind, diagnosis.ranks) == ("busy", (3,))

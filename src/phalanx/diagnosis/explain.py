@@ -388,5 +388,7 @@ def _describe_activity(graph: WaitForGraph, number: int) -> str:
     if wait is None:
         return "own code"
     if wait.any_of:
-        return "waits for any rank"
+        if wait.operation.is_message:
+            return "waits for any rank"
+        return f"waits for some of {format_ranks(wait.peers)}"
     return f"waits for {format_ranks(wait.peers)}" if wait.peers else "in the operation"

@@ -91,6 +91,7 @@ class Group:
         left_time: The time at which this rank left the group; 0 if it has not.
         left_at: The call site at which it left; empty if unknown.
         abort_reason: The reason for which this rank aborted the group; empty if it did not.
+        is_assumed: Whether the members were not recorded, and may be only some of `members`.
     """
 
     identity: int
@@ -102,6 +103,7 @@ class Group:
     left_time: int = 0
     left_at: str = ""
     abort_reason: str = ""
+    is_assumed: bool = False
 
     @property
     def left(self) -> bool:

@@ -111,12 +111,14 @@ class Group:
             it is still being formed.
         name: PyTorch's name of the group.
         members: Its ranks; empty if the dump does not have them.
+        is_assumed: Whether its ranks are not known, and may be only some of `members`.
         left: The time at which this rank left it, in Unix nanoseconds; 0 if it has not.
     """
 
     identity: int
     name: str
     members: tuple[int, ...]
+    is_assumed: bool = False
     left: int = 0
 
 

@@ -364,12 +364,12 @@ def _build_ranks(
         clocks: Unix time minus that clock, in nanoseconds, by rank.
         others: The ranks that are known to have no readable dump.
     """
-    members, calls = _collect_members(dumps, others), _collect_calls(dumps)
-    return {dump.rank: _build_rank(dump, members, calls, clocks[dump.rank]) for dump in dumps}
+    groups, calls = _collect_groups(dumps, others), _collect_calls(dumps)
+    return {dump.rank: _build_rank(dump, groups, calls, clocks[dump.rank]) for dump in dumps}
 
 
-def _collect_members(dumps: Sequence[Dump], problems: Iterable[int]) -> dict[int, tuple[int, ...]]:
-    """Return the members of each group, which dumps of Gloo do not have.
+def _collect_groups(dumps: Sequence[Dump], problems: Iterable[int]) -> dict[int, Group]:
+    """Return each group with its members, which dumps of Gloo do not have.
 
     The default group, named 0, has all ranks. Another one has those that used it or, if these wait
     in it and for none of themselves, perhaps any rank.
@@ -388,9 +388,15 @@ def _collect_members(dumps: Sequence[Dump], problems: Iterable[int]) -> dict[int
     for identity, users in counts.items():
         last = max(users.values())
         is_unexplained = min(users.values()) == last and (identity, last) in waiting
-        is_whole = groups[identity].name == _DEFAULT_GROUP or is_unexplained
-        assumed = everybody if is_whole else tuple(sorted(users))
-        found[identity] = groups[identity].members or assumed
+        group = groups[identity]
+        if group.members:
+            found[identity] = group
+        elif group.name == _DEFAULT_GROUP:
+            found[identity] = replace(group, members=everybody)
+        elif is_unexplained:
+            found[identity] = replace(group, members=everybody, is_assumed=True)
+        else:
+            found[identity] = replace(group, members=tuple(sorted(users)))
     return found
 
 
@@ -432,7 +438,7 @@ def _get_signature(entry: Entry) -> tuple[Any, ...]:
 
 def _build_rank(
     dump: Dump,
-    members: Mapping[int, tuple[int, ...]],
+    groups: Mapping[int, Group],
     calls: Mapping[tuple[int, int], _Calls],
     clock: int,
 ) -> model.Rank:
@@ -445,7 +451,8 @@ def _build_rank(
             ends[entry.number] = found.last, "ok"
         elif (
             not entry.end
-            and found.count == len(members.get(key[0], ()))
+            and key[0] in groups
+            and found.count == len(groups[key[0]].members)
             and dump.written - found.last < LONG_WAIT
             and not 0 < dump.ended < found.last
         ):  # it was about to end
@@ -463,7 +470,7 @@ def _build_rank(
         clock=clock,
         opened=max(1, min((each.begin for each in operations), default=dump.written)),
         groups=tuple(
-            _build_group(dump.rank, group, count, members.get(group.identity, group.members))
+            _build_group(dump.rank, groups.get(group.identity, group), count, group.left)
             for group, count in zip(dump.groups, dump.counts, strict=True)
         ),
         open=tuple(pending),
@@ -473,7 +480,15 @@ def _build_rank(
     )
 
 
-def _build_group(rank: int, group: Group, count: int, members: tuple[int, ...]) -> model.Group:
-    place = members.index(rank) if rank in members else -1
-    size = len(members)
-    return model.Group(group.identity, group.name, place, size, members, count, group.left)
+def _build_group(rank: int, group: Group, count: int, left: int) -> model.Group:
+    members = group.members
+    return model.Group(
+        group.identity,
+        group.name,
+        members.index(rank) if rank in members else -1,
+        len(members),
+        members,
+        count,
+        left,
+        is_assumed=group.is_assumed,
+    )

@@ -401,7 +401,9 @@ class WaitForGraph:
         operation = self.current_operation(number)
         if operation is None:
             return None
-        any_of = operation.is_message and operation.peer < 0
+        group = self.ranks[number].get_group(operation)
+        is_assumed = group is not None and group.is_assumed and operation.waiting_for < 0
+        any_of = operation.peer < 0 if operation.is_message else is_assumed
         peers = tuple(sorted(set(self._find_peers(number, operation)) - {number}))
         return Wait(number, operation, peers, any_of)
 

@@ -149,10 +149,12 @@ class RunningJob(Diagnosis):
         if not any(rank.opened for rank in ranks):
             started = "1 process has" if len(ranks) == 1 else f"{len(ranks)} processes have"
             return [f"No rank has joined a group yet; {started} been started."]
-        return [
-            "Nothing is wrong: no rank has failed, and none has waited for longer than "
-            f"{format_duration(LONG_WAIT)}."
-        ]
+        text = (
+            f"no rank has failed, and none has waited for longer than {format_duration(LONG_WAIT)}"
+        )
+        if self.graph.job.source:  # neither what came later nor ranks that need no others are there
+            return [f"These records show nothing wrong: {text}."]
+        return [f"Nothing is wrong: {text}."]
 
 
 class EndedJob(Diagnosis):

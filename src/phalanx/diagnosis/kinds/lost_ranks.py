@@ -249,14 +249,14 @@ def check_peer_loss(graph: WaitForGraph) -> Diagnosis | None:
     ]
     exits = {n: graph.exits[n] for n in unnotified}
     gone = [n for n, status in exits.items() if status.is_own_failure or status.has_finished]
-    records = {n: graph.find_group_record(n, group) for n in unnotified}
-    left = [n for n, record in records.items() if record is not None and record.left]
-    if failure.outcome != "left":
-        left = []
+    left: list[int] = []
+    if failure.outcome == "left":
+        records = {n: graph.find_group_record(n, group) for n in unnotified}
+        left = [n for n, record in records.items() if record is not None and record.left]
     # A message waits for its peer, whoever else has gone.
     peer = graph.get_global_rank(failure.group, failure.operation.peer)
     if failure.operation.is_message and peer in (*left, *gone):
-        left = [peer]
+        return _diagnose_lost_ranks(graph, [peer])
     return _diagnose_lost_ranks(graph, left or gone)
 
 
