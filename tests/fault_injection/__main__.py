@@ -329,7 +329,7 @@ def matrix_command(
         str, typer.Option(help="phalanx, or gloo for the faults that exist there.")
     ] = "phalanx",
     dumps: Annotated[
-        bool, typer.Option("--dumps", help="Read dumps of PyTorch's Flight Recorder alone.")
+        bool, typer.Option("--dumps", help="Read dumps alone, as a watchdog of NCCL makes them.")
     ] = False,
     record: Record = None,
 ) -> None:
@@ -348,6 +348,9 @@ def matrix_command(
     with TemporaryDirectory() as folder, ThreadPoolExecutor(parallel) as executor:
         one_case = partial(matrix.run, folder=Path(folder), backend=backend, uses_dumps=dumps)
         for trial in executor.map(one_case, chosen):
+            if trial.precedes_dumps:
+                console.print(f"no dumps {trial.case.name}: no group had been formed")
+                continue
             trials.append(trial)
             mark = "right" if trial.right else "WRONG"
             console.print(f"{mark} {trial.case.name} ({trial.seconds:.0f} s)", markup=False)
@@ -357,7 +360,7 @@ def matrix_command(
     table = tables.build_matrix_table(summary)
     console.print(table)
     if record is not None:
-        source = f"on {backend}, from dumps" if dumps else f"on {backend}"
+        source = f"on {backend}, from dumps as NCCL makes them" if dumps else f"on {backend}"
         title = f"{len(trials)} faults {source}: whether explain names ranks, cause and remedy"
         tables.write_record(record, title, table, {"backend": backend, "dumps": dumps, **summary})
     finish(summary["wrong"], "every fault was diagnosed correctly")

@@ -8,17 +8,13 @@ them.
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
-import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NoReturn
 
 MARK = "PHALANX_FAULT_MARK"
@@ -28,7 +24,7 @@ BACKEND = "PHALANX_FAULT_BACKEND"
 """The environment variable with the backend of the groups; "phalanx" by default."""
 
 DUMPS = "PHALANX_FAULT_DUMPS"
-"""The environment variable with the directory to which ranks write PyTorch's dumps, if any."""
+"""The environment variable with the directory to which ranks write dumps, if any."""
 
 LIMIT = 45.0
 """Timeout of the operations of a case in seconds; no case needs that long."""
@@ -130,60 +126,30 @@ def get_backend() -> str:
     return os.environ.get(BACKEND, "phalanx")
 
 
-def write_dumps(folder: str, has_failed: threading.Event) -> None:
-    """Write a dump four times a second, the last of which is that of a watchdog.
-
-    Args:
-        folder: The directory of the dumps.
-        has_failed: Set when the last collective has failed since a peer was lost. It stays in the
-            dump, as on NCCL; Gloo takes it for ended.
-    """
-    from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
-
-    name = os.path.join(folder, f"rank{os.environ['RANK']}")
-
-    def write() -> None:
-        content = pickle.loads(_dump_fr_trace(True, False, False))
-        if has_failed.is_set() and content["entries"]:
-            content["entries"][-1]["retired"] = False
-        Path(f"{name}.part").write_bytes(pickle.dumps(content))
-        os.replace(f"{name}.part", name)
-
-    def run() -> None:
-        while True:
-            write()
-            time.sleep(0.25)
-
-    threading.Thread(target=run, daemon=True).start()
-
-
 def main(name: str) -> None:
     """Run one rank of a case."""
     import torch
     import torch.distributed as dist
 
     from phalanx.diagnosis.exit_reasons import parse_group_error
-    from tests.fault_injection.matrix import CASES
+    from tests.fault_injection.nccl_dumps import NcclDumps
+
+    dumps = NcclDumps(folder) if (folder := os.environ.get(DUMPS)) else None
+
+    from tests.fault_injection.matrix import CASES  # whose programs then use what it has replaced
 
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
     case = CASES[name]
-    has_failed = threading.Event()
-    if folder := os.environ.get(DUMPS):
-        write_dumps(folder, has_failed)
     if case.forms:
         dist.init_process_group(get_backend(), timeout=timedelta(seconds=case.timeout))
         dist.all_reduce(torch.ones(8))
     try:
         case.body(int(os.environ["RANK"]))
     except RuntimeError as error:
-        if not folder or not parse_group_error(f"RuntimeError: {error}"):
+        if dumps is None or not parse_group_error(f"RuntimeError: {error}"):
             raise
-        # NCCL does not notice the loss of a peer. Gloo's record has no messages.
-        frames = traceback.extract_tb(error.__traceback__)
-        if not {"send", "recv"} & {frame.name for frame in frames}:
-            has_failed.set()
-        sleep_until_killed()
+        dumps.hang(error)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -3,8 +3,8 @@
 A case is right if `phalanx explain --json` names exactly the ranks at fault, states the cause and
 gives fitting advice. A job that hangs is judged twice: while it hangs, and after Ctrl-C.
 
-With dumps alone, the job is judged once, some seconds after the fault, as by the dumps of a
-watchdog. Its ranks have no launcher, and hang when a peer is lost, as on NCCL (see `faults.main`).
+With dumps alone, the job is judged once, some seconds after the fault, by dumps as NCCL's watchdog
+makes them (`nccl_dumps`). Its ranks have no launcher. Before the first group there are no dumps.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class Trial:
 
     Attributes:
         case: The case.
+        precedes_dumps: Whether there is nothing to judge, since NCCL makes dumps from the first
+            group on.
         names_ranks: Whether the diagnosis names exactly the ranks at fault.
         base: Directory of the job of the case and of the mark of its fault.
         backend: The backend of the groups.
@@ -66,6 +68,7 @@ class Trial:
     base: str
     backend: str = "phalanx"
     uses_dumps: bool = False
+    precedes_dumps: bool = False
     names_ranks: bool = True
     wrong: list[str] = field(default_factory=list)
     diagnosis: str = ""
@@ -206,7 +209,9 @@ def _judge_dumps(trial: Trial) -> None:
     try:
         _until(lambda: fault_time(trial.mark), _START, "the fault")
         time.sleep(max(0.0, fault_time(trial.mark) + _WATCHDOG - time.time()))
-        trial.judge(as_json(read_dumps(trial.dumps)), "from the dumps")
+        trial.precedes_dumps = not (trial.case.forms or os.listdir(trial.dumps))
+        if not trial.precedes_dumps:
+            trial.judge(as_json(read_dumps(trial.dumps)), "from the dumps")
     finally:
         for process in ranks:
             process.kill()

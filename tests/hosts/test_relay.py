@@ -698,3 +698,42 @@ def test_usage_errors(
     ranks: RankServer, name: str, variables: dict[str, str], message: str
 ) -> None:
     ranks.run(1, open_refused, name, variables, message, timeout=None)
+
+
+def shrink_before_the_loss_of_the_relay_is_seen() -> None:
+    """Rank 0 dies with the relay; rank 1, on its host, forms the next group before it sees that."""
+    rank = int(os.environ["RANK"])
+    os.environ["PHALANX_KEY_FD"] = str(key.to_sealed_memory(KEY))
+    url = f"file://{os.environ['FOLDER']}/store"
+    options = phalanx.Options("relay")
+    dist.init_process_group("phalanx", init_method=url, rank=rank, world_size=3, pg_options=options)
+    connect_ranks()
+    if rank == 1:
+        asks = threading.Event()
+        disconnect, is_answered = RelayConnection._disconnect, RelayConnection.is_answered
+
+        def disconnect_later(connection: RelayConnection, reason: str) -> None:
+            asks.wait()
+            disconnect(connection, reason)
+
+        def ask(connection: RelayConnection) -> bool:
+            asks.set()
+            return is_answered(connection)
+
+        RelayConnection._disconnect = disconnect_later  # type: ignore[method-assign]
+        RelayConnection.is_answered = ask  # type: ignore[method-assign]
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    fail_until_lost()
+    phalanx.shrink()
+    check_group()
+    assert dist.get_world_size() == 2
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_the_next_group_does_not_use_a_relay_that_has_died(ranks: RankServer) -> None:
+    run = ranks.start(3, shrink_before_the_loss_of_the_relay_is_seen, timeout=None, hosts="aab")
+    ends = run.join()
+    reports = "\n".join(each.report() for each in ends)
+    assert [each.code for each in ends] == [-signal.SIGKILL, 0, 0], reports

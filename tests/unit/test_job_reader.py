@@ -10,11 +10,13 @@ import stat
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phalanx import _native
 from phalanx.diagnosis import job_reader
+from phalanx.diagnosis.exit_reasons import determine_exit
 from phalanx.diagnosis.flight_recorders import build_rank
 from phalanx.diagnosis.model import Job
 from phalanx.diagnosis.wait_for_graph import WaitForGraph
@@ -165,6 +167,21 @@ def test_recorders_with_arbitrary_bytes(job: JobFixture) -> None:
         # A changed attempt may be greater, and then only that recorder counts. A world size beyond
         # the limit is a problem of its own.
         assert found.ranks[0].pid == job.pids[0] or found.problems or found.attempt > 0
+
+
+def test_a_process_that_ends_while_its_records_are_read(
+    job: JobFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid, find_process = job.pids[0], job_reader._find_process
+    job.log_event(event="start", rank=0, pid=pid, world_size=2)
+
+    def end_and_find(*arguments: Any) -> Any:
+        job.log_event(event="end", rank=0, pid=pid, code=0, stopped=False)
+        return find_process(*arguments)
+
+    monkeypatch.setattr(job_reader, "_find_process", end_and_find)
+    found = job.read()
+    assert determine_exit(found.ranks[0], found).reason == "completed"
 
 
 def test_two_recorders_of_one_rank(job: JobFixture) -> None:

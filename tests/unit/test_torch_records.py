@@ -50,11 +50,16 @@ CLOCK = 1_795_000_000 * SECOND
 
 
 class KeptJob:
-    """A job of ranks on Gloo, which have ended, and its directory."""
+    """A job of ranks on Gloo, which have ended, and its directory.
 
-    def __init__(self, base: Path, dumps: DumpBuilder) -> None:
+    If its launcher is alive, it has not finished the job.
+    """
+
+    def __init__(self, base: Path, dumps: DumpBuilder, *, has_launcher: bool = False) -> None:
+        self._has_launcher = has_launcher
+        launcher = os.getpid() if has_launcher else find_ended_process()
         with JobDirectory(str(base), make_job_name(), create=True) as job:
-            job.write_description(dumps.size, launcher=find_ended_process())
+            job.write_description(dumps.size, launcher=launcher)
             self._path = Path(job.path)
         self._dumps = dumps
         self.heads: list[dict[str, Any]] = [
@@ -102,7 +107,8 @@ class KeptJob:
             os.utime(file, (last, last))
         text = "".join(json.dumps(event) + "\n" for event in self._events)
         finish = json.dumps({"event": "finish", "code": 1, "time": 2.0}) + "\n"
-        (self._path / "launcher.jsonl").write_text(text + finish)
+        log = text if self._has_launcher else text + finish
+        (self._path / "launcher.jsonl").write_text(log)
         return read_job()
 
     def explain(self) -> Diagnosis:
@@ -195,6 +201,15 @@ def test_a_rank_raises(kept: KeptJob) -> None:
     diagnosis = kept.explain()
     assert (diagnosis.kind, diagnosis.ranks) == ("failed", (1,))
     assert "ValueError: why" in diagnosis.describe()[0]
+
+
+def test_ranks_that_have_ended_before_the_launcher_sees_it(jobs: Path) -> None:
+    kept = KeptJob(jobs, DumpBuilder(2, "gloo").call(range(2), done=True), has_launcher=True)
+    kept.heads[0]["is_last"] = kept.heads[1]["is_last"] = True
+    assert kept.explain().kind == "ended"
+    kept.heads[1]["exception"] = "ValueError: why"
+    diagnosis = kept.explain()
+    assert (diagnosis.kind, diagnosis.ranks) == ("failed", (1,))
 
 
 def test_a_rank_raises_from_another_exception(kept: KeptJob) -> None:

@@ -204,6 +204,8 @@ def _agree(name: str, group: ProcessGroup, seconds: float, agree: _Agree) -> Seq
             ranks=(membership.members[membership.rank],),
             group=membership.name,
         ) from None
+    except PhalanxError:
+        raise
     except DistError as error:
         raise PhalanxError(
             f"[{membership.rank_label}] {name}: the store of the group is lost, probably with its "

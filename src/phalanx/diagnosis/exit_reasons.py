@@ -127,7 +127,7 @@ def determine_exit(rank: Rank, job: Job) -> ExitStatus:
     if code is not None:
         return ExitStatus("killed" if code < 0 else "exited" if code else "completed", time, code)
     if rank.is_gone:
-        return ExitStatus("completed" if rank.ending else "vanished", time)
+        return ExitStatus("completed" if rank.ending or rank.ended else "vanished", time)
     if rank.ending == "exited":
         return ExitStatus("completed", time)
     if rank.process is None:

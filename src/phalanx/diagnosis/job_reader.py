@@ -124,6 +124,22 @@ def _is_over(base: str, name: str) -> bool:
 
 def read_job_directory(job: JobDirectory, history: int = HISTORY) -> model.Job:
     """Read the job in a directory; never raises because of the directory's content."""
+    gone: set[int] = set()
+    while True:
+        found = _read_once(job, history)
+        new = {rank.rank for rank in found.ranks if _has_no_end(rank)} - gone
+        if not new:
+            return found
+        # They may have ended since their records were read, which say now how.
+        gone |= new
+
+
+def _has_no_end(rank: model.Rank) -> bool:
+    has_code = rank.start is not None and rank.start.code is not None
+    return rank.is_gone and not (rank.ending or rank.ended or has_code)
+
+
+def _read_once(job: JobDirectory, history: int) -> model.Job:
     problems: list[str] = []
     description, launcher_log = _read_description(job, problems), _read_launcher_log(job, problems)
     recorders, unreadable = _read_recorders(job, history)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections import deque
 from typing import Protocol
@@ -14,8 +15,10 @@ from phalanx.system.curve import HANDSHAKE_FAILURES
 from phalanx.system.polling import EventFd
 from phalanx.transports.interface import CallbackThread, TransportError
 from phalanx.transports.relay.protocol import (
+    CHANNEL_BYTES,
     CONNECT_SECONDS,
     Frame,
+    Kind,
     client_key_pair,
     configure,
     server_key_pair,
@@ -39,6 +42,21 @@ class Listener(Protocol):
 
     def handle_disconnect(self, reason: str) -> None:
         """Handle the end of the connection: no more frames will arrive."""
+
+
+class _Probe:
+    """A listener for the answer to a probe."""
+
+    def __init__(self) -> None:
+        self.is_answered = False
+        self.is_over = threading.Event()
+
+    def handle_frame(self, _frame: Frame, _data: memoryview) -> None:
+        self.is_answered = True
+        self.is_over.set()
+
+    def handle_disconnect(self, _reason: str) -> None:
+        self.is_over.set()
 
 
 class RelayConnection:
@@ -84,6 +102,19 @@ class RelayConnection:
     def is_lost(self) -> bool:
         """True if the relay has ended, or is known to be unreachable."""
         return bool(self._reason)
+
+    def is_answered(self) -> bool:
+        """Ask the relay for an answer, and return whether it has come.
+
+        Of a relay whose process has died, the connection may seem to be in order for a moment.
+        Blocks until the relay answers or the connection is lost, by its heartbeats at the latest.
+        """
+        channel, probe = os.urandom(CHANNEL_BYTES), _Probe()
+        self.add_listener(channel, probe)
+        self.send(Frame(Kind.PROBE, channel, 0))
+        probe.is_over.wait(CONNECT_SECONDS)
+        self.remove_listener(channel)
+        return probe.is_answered
 
     def add_listener(self, channel: bytes, listener: Listener) -> None:
         """Register a listener for a channel.

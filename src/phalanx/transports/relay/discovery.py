@@ -60,7 +60,8 @@ class _ProcessState:
         self.pid = os.getpid()
         self.connections: dict[tuple[str, int], RelayConnection] = {}
         self.server: RelayServer | None = None
-        self.location: dict[str, str] = {}
+        self.locations: dict[str, dict[str, str]] = {}
+        """The published location of each relay, by the endpoint to which this process connects."""
 
 
 _lock = threading.Lock()
@@ -105,7 +106,8 @@ def connect(store: Store, rank: int, address: str, number: int = 0) -> RelayAcce
         if (endpoint, number) not in state.connections:
             state.connections[endpoint, number] = RelayConnection(endpoint, secret)
         connection = state.connections[endpoint, number]
-        state.location = {name: location[name] for name in ("remote", "local", "network")}
+        names = ("remote", "local", "network")
+        state.locations[endpoint] = {name: location[name] for name in names}
         channel, host_rank = bytes.fromhex(location["channel"]), 0 if location["hosted"] else -1
         return RelayAccess(channel, connection, host_rank)
 
@@ -135,8 +137,10 @@ def _publish(state: _ProcessState, store: Store, secret: bytes, address: str) ->
     """Publish the location of the relay, or the reason why there is none, and return it."""
     location: dict[str, str] = {"channel": secrets.token_hex(CHANNEL_BYTES)}
     try:
-        if state.connections:
-            location |= state.location
+        for (endpoint, _), connection in state.connections.items():
+            if connection.is_answered():
+                location |= state.locations[endpoint]
+                break
         else:
             if state.server is not None and not state.server.keep():
                 state.server.wait()  # until its port is free

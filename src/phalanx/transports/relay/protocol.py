@@ -37,6 +37,8 @@ class Kind(enum.IntEnum):
     """A request to report when the rank is present, and when it is gone."""
     LEAVE = 3
     """This process leaves the channel; the value is a `LeaveReason`."""
+    PROBE = 13
+    """A request to send the same frame back, to a process in any channel or none."""
 
     # From the relay.
     PRESENT = 4

@@ -39,7 +39,7 @@ _log = logging.getLogger("phalanx")
 
 _ZAP = "inproc://zeromq.zap.01"  # ZeroMQ's fixed address for authentication requests
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES
-_KINDS_TO_RELAY = (Kind.JOIN, Kind.SUBSCRIBE, Kind.LEAVE)
+_KINDS_TO_RELAY = (Kind.JOIN, Kind.SUBSCRIBE, Kind.LEAVE, Kind.PROBE)
 _KINDS_FROM_RELAY = (Kind.PRESENT, Kind.GONE)
 _BATCH = 256
 """The maximum number of frames that are forwarded before the connections are checked again."""
@@ -290,6 +290,8 @@ class ChannelRegistry:
         """
         channel, rank = frame.channel, self._ranks.get((process, frame.channel))
         member = (channel, frame.peer)
+        if frame.kind is Kind.PROBE:
+            return [(frame, process)]
         if frame.kind is Kind.JOIN:
             if rank is not None or member in self._processes or member in self._gone:
                 raise ValueError(f"rank {frame.peer} joined twice")
