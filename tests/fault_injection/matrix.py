@@ -43,7 +43,7 @@ _EARLY, _LATE = 0.1, 5.0
 _WATCHDOG = 4.0
 """The time from a fault to the dumps by which it is judged, in seconds."""
 _DEATHS = ("killed", "exited", "failed")
-_UNSEEN_BY_DUMPS = (*_DEATHS, "finished", "interrupted", "stopped", "missing")
+_UNSEEN_BY_DUMPS = (*_DEATHS, "finished", "interrupted", "stopped", "missing", "late")
 """The kinds that dumps cannot tell from one another, nor from a rank in its own code."""
 
 

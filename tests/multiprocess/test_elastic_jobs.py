@@ -164,34 +164,33 @@ def test_a_spare_is_a_copy(run: Run, lost: str, copies: set[int]) -> None:
     assert out.count("began as a copy") in copies
 
 
-def test_a_spare_that_ends_before_it_is_known_gets_no_place(tmp_path: Path) -> None:
-    """The place goes to another process, and no restart is lost."""
+@pytest.mark.parametrize("lost", ["spare", "template"])
+def test_a_process_ends_before_its_spare_is_known(tmp_path: Path, lost: str) -> None:
+    """The place goes to the spare, or to another process if it has ended; no restart is lost."""
     script = tmp_path / "script.py"
     script.write_text("print('in place')")
     program = """
-import os, signal, sys
+import os, select, signal, sys
 import psutil
 from phalanx.launcher.newcomers import Newcomers
 from phalanx.launcher.options import Script
 from tests.waiting import wait_for
 
-def copies():
-    template = newcomers._template.handler.proc.pid
-    return [each for each in psutil.Process().children() if each.pid != template]
-
 newcomers = Newcomers(Script(sys.argv[1], [], False), 1, 0, -1)
 newcomers.prepare()
-wait_for(copies)
-lost, = copies()
+wait_for(lambda: select.select([newcomers._template._answers], [], [], 0)[0])
+template = psutil.Process(newcomers._template.handler.proc.pid)
+spare, = [each for each in psutil.Process().children() if each != template]
+lost = spare if sys.argv[2] == "spare" else template
 lost.send_signal(signal.SIGKILL)
 wait_for(lambda: lost.status() == psutil.STATUS_ZOMBIE)
 newcomer = newcomers.start(0, dict(os.environ), ("", ""))
-assert newcomer.handler.proc.pid != lost.pid
+assert (newcomer.handler.proc.pid == spare.pid) == (lost == template)
 with os.fdopen(newcomer.stdout) as output:
     print(output.read(), newcomer.handler.proc.wait())
 newcomers.close()
 """
-    command = [sys.executable, "-c", program, str(script)]
+    command = [sys.executable, "-c", program, str(script), lost]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split("\n") == ["in place", " 0", ""], ended.stderr

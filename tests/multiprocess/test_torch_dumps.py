@@ -35,6 +35,7 @@ def hang(action: Callable[[int], object], idle: tuple[int, ...] = ()) -> None:
     def is_in_operation() -> bool:
         return any(not entry["retired"] for entry in pickle.loads(dump())["entries"])
 
+    wait_for(lambda: not is_in_operation())  # Gloo may note an end later than it lets go on
     if rank not in idle:
         threading.Thread(target=action, args=(rank,), daemon=True).start()
         wait_for(is_in_operation)

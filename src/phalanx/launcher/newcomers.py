@@ -220,6 +220,7 @@ class Newcomers:
         self._drop_lost_spares()
         template = self._template
         if template is not None and (code := template.handler.proc.poll()) is not None:
+            self._add_spares(template)  # it has made them before its end
             template.close()
             template = self._template = None
             self._record_loss(describe_exit(code))
