@@ -41,6 +41,12 @@ def test_a_long_computation() -> None:
     assert get_kind_and_ranks(builder) == ("busy", (1,))
 
 
+@pytest.mark.parametrize(("seconds", "kind"), [(4, "running"), (30, "stuck")])
+def test_ranks_that_have_all_come_connect_to_each_other(seconds: float, kind: str) -> None:
+    builder = JobBuilder(2).begin([0, 1], "join").advance(seconds)
+    assert get_kind_and_ranks(builder)[0] == kind
+
+
 def test_a_completed_job() -> None:
     builder = JobBuilder(2).run_collectives(3)
     for rank in (0, 1):

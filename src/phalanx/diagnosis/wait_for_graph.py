@@ -247,7 +247,7 @@ class WaitForGraph:
             if not self.is_gone(number)
             and (
                 (is_cut and wait.operation.outcome != "ok")
-                or self.moment - wait.operation.begin >= LONG_WAIT
+                or self.moment - wait.operation.begin >= _get_limit(wait)
             )
         ]
 
@@ -445,6 +445,13 @@ class WaitForGraph:
         # Only a formed group has an identity.
         formed = (own for own in rank.groups if own.identity and not own.left)
         return any(own.name == group.name and own.size == group.size for own in formed)
+
+
+def _get_limit(wait: Wait) -> int:
+    """Return the nanoseconds from which a wait is a problem if nothing has failed."""
+    # Ranks that have all come to a group still have to connect to each other.
+    is_connecting = wait.operation.kind == "join" and not wait.peers
+    return LONGEST_LOOK if is_connecting else LONG_WAIT
 
 
 def _has_continued(rank: Rank, failed: Operation) -> bool:
