@@ -375,6 +375,9 @@ def test_a_rank_with_groups_on_several_backends(kept: KeptJob) -> None:
         ("all_reduce", 3, 1),
     ]
     assert rank.operations == 3
+    assert rank.ended == 0
+    assert merge(own, replace(other, ended=5)).ended == 5
+    assert merge(own, replace(other, ended=5, exception="ValueError: why")).ended == 0
 
 
 def test_a_rank_that_cannot_look(kept: KeptJob) -> None:

@@ -250,6 +250,8 @@ def merge(own: model.Rank, kept: model.Rank) -> model.Rank:
         history=tuple(sorted([*own.history, *moved["history"]], key=lambda each: each.end)),
         operations=own.operations + kept.operations,
         recorded=kept.recorded,
+        # An RPC worker without a group of Phalanx does not record its own end.
+        ended=own.ended or (0 if kept.exception else kept.ended),
     )
 
 
