@@ -418,13 +418,21 @@ def test_messages_to_a_rank_that_connects_late(ranks: RankServer) -> None:
     ranks.run(3, receive_late, timeout=None)
 
 
-def several_groups() -> int:
-    """All groups share one connection to one port. Return the number of listening ports."""
+def join_over_relay(size: int) -> int:
+    """Form the default group over the relay, and return this rank."""
     rank = int(os.environ["RANK"])
     os.environ["PHALANX_KEY_FD"] = str(key.to_sealed_memory(KEY))
     url = f"file://{os.environ['FOLDER']}/store"
     options = phalanx.Options("relay")
-    dist.init_process_group("phalanx", init_method=url, rank=rank, world_size=4, pg_options=options)
+    dist.init_process_group(
+        "phalanx", init_method=url, rank=rank, world_size=size, pg_options=options
+    )
+    return rank
+
+
+def several_groups() -> int:
+    """All groups share one connection to one port. Return the number of listening ports."""
+    join_over_relay(4)
     groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3], [1, 2, 3])]
     for group in (None, *groups):
         if group is None or dist.get_rank(group) >= 0:
@@ -446,11 +454,7 @@ def test_one_port_for_all_groups(ranks: RankServer) -> None:
 
 
 def lose_relay() -> str:
-    rank = int(os.environ["RANK"])
-    os.environ["PHALANX_KEY_FD"] = str(key.to_sealed_memory(KEY))
-    url = f"file://{os.environ['FOLDER']}/store"
-    options = phalanx.Options("relay")
-    dist.init_process_group("phalanx", init_method=url, rank=rank, world_size=5, pg_options=options)
+    rank = join_over_relay(5)
     for _ in range(3):
         dist.all_reduce(torch.ones(100_000))
     dist.barrier()
@@ -574,11 +578,7 @@ def test_relay_after_relay(ranks: RankServer) -> None:
 
 def shrink_behind_the_relay(rounds: list[list[int]]) -> None:
     """In each round, ranks die whose end others know only from the relay, which a rank may have."""
-    rank = int(os.environ["RANK"])
-    os.environ["PHALANX_KEY_FD"] = str(key.to_sealed_memory(KEY))
-    url = f"file://{os.environ['FOLDER']}/store"
-    options = phalanx.Options("relay")
-    dist.init_process_group("phalanx", init_method=url, rank=rank, world_size=4, pg_options=options)
+    rank = join_over_relay(4)
     for victims in rounds:
         connect_ranks()
         if rank in victims:
@@ -603,11 +603,7 @@ def test_survivors_go_on(ranks: RankServer, rounds: list[list[int]]) -> None:
 
 def leave_another_group_before_shrinking() -> None:
     """Rank 0 leaves another group, its last one that works, before rank 2 agrees on who is left."""
-    rank = int(os.environ["RANK"])
-    os.environ["PHALANX_KEY_FD"] = str(key.to_sealed_memory(KEY))
-    url = f"file://{os.environ['FOLDER']}/store"
-    options = phalanx.Options("relay")
-    dist.init_process_group("phalanx", init_method=url, rank=rank, world_size=3, pg_options=options)
+    rank = join_over_relay(3)
     other: Any = dist.new_group(backend="phalanx")
     dist.all_reduce(torch.ones(1), group=other)
     connect_ranks()
@@ -702,11 +698,7 @@ def test_usage_errors(
 
 def shrink_before_the_loss_of_the_relay_is_seen() -> None:
     """Rank 0 dies with the relay; rank 1, on its host, forms the next group before it sees that."""
-    rank = int(os.environ["RANK"])
-    os.environ["PHALANX_KEY_FD"] = str(key.to_sealed_memory(KEY))
-    url = f"file://{os.environ['FOLDER']}/store"
-    options = phalanx.Options("relay")
-    dist.init_process_group("phalanx", init_method=url, rank=rank, world_size=3, pg_options=options)
+    rank = join_over_relay(3)
     connect_ranks()
     if rank == 1:
         asks = threading.Event()
