@@ -187,6 +187,19 @@ def is_foreign(group: Any) -> bool:
     return "phalanx" not in backend
 
 
+def collective_count(group: Any) -> int:
+    """Return how many collectives a group has begun; 0 if its backend does not count them.
+
+    Args:
+        group: The group; anything else stands for the default one, which need not be there yet.
+    """
+    found = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+    try:
+        return 0 if found is None else int(cast("Any", found)._get_sequence_number_for_group())
+    except RuntimeError:  # MPI
+        return 0
+
+
 def group_name(group: Any) -> str:
     """Return PyTorch's name of a group, of the default one for None."""
     return str(c10d._world.pg_names.get(group or c10d._get_default_group(), ""))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch._C import _distributed_c10d  # type: ignore[attr-defined]
 
 from phalanx.diagnosis.kinds import diagnose
 from phalanx.diagnosis.torch_jobs import read_dumps
+from phalanx.recorder.torch_recorder import find_call
 from tests.ranks import RankServer, marker_file, wait_for_file
 from tests.waiting import wait_for
 
@@ -47,6 +50,27 @@ def hang(action: Callable[[int], object], idle: tuple[int, ...] = ()) -> None:
     os._exit(0)
 
 
+def look_at_calls() -> list[object]:
+    """Make calls of one line, and return the position of the thread at the end of each."""
+    url = f"file://{os.environ['FOLDER']}/store"
+    dist.init_process_group("gloo", init_method=url, rank=0, world_size=1)
+    positions: list[object] = []
+
+    def look(frame: FrameType, event: str, _value: object) -> None:
+        if event == "return" and frame.f_code.co_name == "all_reduce":
+            call, position = find_call(frame)
+            assert call is not None
+            assert call["name"] == "all_reduce"
+            positions.append(position)
+
+    sys.setprofile(look)
+    for _ in range(5):
+        dist.all_reduce(torch.ones(4))
+    sys.setprofile(None)
+    dist.destroy_process_group()
+    return positions
+
+
 def reduce(rank: int) -> None:
     dist.all_reduce(torch.ones(4))
 
@@ -66,6 +90,12 @@ CASES: dict[str, tuple[Any, ...]] = {
     "branches": ("branch", (0,), take_branches),
     "groups": ("order", (0,), use_groups_in_another_order),
 }
+
+
+def test_each_call_of_a_loop_has_a_position_of_its_own(ranks: RankServer) -> None:
+    """A rank in a loop does not wait in one call; the frames may be the same."""
+    (positions,) = ranks.run(1, look_at_calls, timeout=None)
+    assert len(positions) == len(set(positions)) == 5
 
 
 @pytest.mark.parametrize("case", CASES)

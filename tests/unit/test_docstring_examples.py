@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import faulthandler
 import importlib
 import inspect
 import io
@@ -197,6 +198,7 @@ def state_of(package: str, source: str, folder: Path) -> Iterator[dict[str, Any]
 
 def run_examples(package: str, folder: Path) -> tuple[int, str]:
     """Run the examples of a package; return their number and the report of those that fail."""
+    faulthandler.dump_traceback_later(100, exit=True)  # before the launcher stops it
     current = folder / "current"  # some examples write there
     current.mkdir()
     os.chdir(current)

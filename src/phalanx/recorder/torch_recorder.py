@@ -56,6 +56,9 @@ _C10D = os.path.join("distributed", "distributed_c10d.py")
 _PEERS = {"send": "dst", "recv": "src"}
 _ROOTS = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
 
+_Position = tuple[int, int, int]
+"""The frame of a call, the instruction there, and the number of its group's collectives."""
+
 _started = 0
 """The process whose thread has been started: not one that is a copy of it."""
 _hidden_groups: dict[str, list[int]] = {}
@@ -107,10 +110,10 @@ class _TorchRecorder:
         """The ranks of each group that this process has been in, by name."""
         self._left: dict[str, int] = {}
         """The times at which it left groups, in monotonic nanoseconds."""
-        self._position: tuple[int, int] | None = None
-        """The frame of the last call that was seen, and the instruction there."""
+        self._position: _Position | None = None
+        """The position in the last call that was seen."""
         self._position_since = 0.0
-        self._kept_position: tuple[int, int] | None = None
+        self._kept_position: _Position | None = None
         self._kept_call: dict[str, Any] | None = None
         """The call in which the main thread waits and waited when the file was written, if any."""
         self._earliest = 0.0
@@ -183,7 +186,7 @@ class _TorchRecorder:
         if new or gone:
             self._next_record = min(self._next_record, self._earliest)
 
-    def _record_due(self, call: dict[str, Any] | None, position: tuple[int, int] | None) -> None:
+    def _record_due(self, call: dict[str, Any] | None, position: _Position | None) -> None:
         """Write a record if one is due, given the call in which the main thread waits, if any.
 
         Raises:
@@ -300,7 +303,7 @@ def _dump() -> bytes:
     return pickle.dumps({**contents[0], "entries": entries})
 
 
-def find_call(frame: FrameType | None) -> tuple[dict[str, Any] | None, tuple[int, int] | None]:
+def find_call(frame: FrameType | None) -> tuple[dict[str, Any] | None, _Position | None]:
     """Return the function of torch.distributed that a thread is in; None if it is in none.
 
     Args:
@@ -322,7 +325,7 @@ def find_call(frame: FrameType | None) -> tuple[dict[str, Any] | None, tuple[int
             if not _is_recorded_here(call):
                 return None, None
             site = f"{code.co_filename}:{frame.f_lineno}"
-            position = id(call), call.f_lasti
+            position = id(call), call.f_lasti, _count_collectives(call)
             return {"name": call.f_code.co_name, "site": site, **_describe_call(call)}, position
         frame = frame.f_back
     return None, None
@@ -333,6 +336,13 @@ def _is_recorded_here(call: FrameType) -> bool:
     from phalanx import torch_versions
 
     return call.f_code.co_name in JOINS or torch_versions.is_foreign(call.f_locals.get("group"))
+
+
+def _count_collectives(call: FrameType) -> int:
+    """Return a number that differs for the next call in a loop, whose frame may be the same."""
+    from phalanx import torch_versions
+
+    return torch_versions.collective_count(call.f_locals.get("group"))
 
 
 def _describe_call(call: FrameType) -> dict[str, Any]:
